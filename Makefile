@@ -1,0 +1,44 @@
+# make setup | run | test | test-slow | lint | lock | clean
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.txt || echo requirements-cpu.txt)
+STAMP := $(VENV)/.installed-$(basename $(REQUIREMENTS))
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(REQUIREMENTS))
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+ARGS ?=
+
+.PHONY: run setup test test-slow lint lock clean
+
+run: setup
+	$(BIN)/python tba_min.py $(ARGS)
+
+setup: $(STAMP)
+
+$(STAMP): $(REQUIREMENTS)
+	@echo "setting up $(VENV) from $(REQUIREMENTS): about 2 GB and 2 to 5 minutes, once ..."
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	$(PIP) --no-deps $(TORCH) 2>$(VENV)/torch.log || $(PIP) --no-deps --index-url https://download.pytorch.org/whl/cpu $(TORCH) || { cat $(VENV)/torch.log; exit 1; }
+	$(PIP) --no-deps -r $(REQUIREMENTS)
+else
+	$(PIP) -r $(REQUIREMENTS)
+endif
+	@touch $@
+	@echo "set up."
+
+test: setup
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+lock:
+	$(PYTHON) tools/lock.py
+
+clean:
+	rm -rf $(VENV) .cache runs

@@ -1,0 +1,99 @@
+"""What every child process does before and after its own job: title, output, logging, parent watch, error report.
+
+A child takes the run's folder, board and pipes, does its job, and tells the parent what happened. It ignores Ctrl-C
+(the parent tells it to stop), ends at once when the parent is gone, and never leaves an error unreported.
+"""
+
+import importlib
+import logging
+import logging.handlers
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from tqdm import tqdm
+
+from metrics import Board, Clock
+
+ORPHANED = 3  # exit code of a child whose parent is gone
+
+
+@dataclass
+class Child:
+    """A child's surroundings."""
+
+    name: str
+    board: Board
+    messages: Connection  # to the parent: (kind, value)
+    device: str
+    started: float
+    clock: Clock = field(default_factory=Clock)
+
+    def tell(self, kind: str, value=None) -> None:
+        """Send a message to the parent."""
+        self.messages.send((kind, value))
+
+    def receive(self, pipe: Connection, what: str):
+        """What comes through a pipe, or None when the run is being stopped first."""
+        with self.clock.span("wait for start"):
+            while not pipe.poll(0.1):
+                if self.board.stopping:
+                    return None
+            try:
+                return pipe.recv()
+            except (EOFError, OSError) as error:
+                raise RuntimeError(f"{self.name}: {what} did not come, its sender is gone") from error
+
+
+def run(module: str, name: str, board: Board, messages: Connection, logs, device: str, out: Path, args: tuple) -> None:
+    """Process target: call `module.main(child, *args)`, report how it ended, leave without ceremony."""
+    started = time.time()
+    prepare_process(name)
+    output = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)  # the terminal is the parent's; what libraries print is kept in the run's folder
+    os.dup2(output, 2)
+    logs.cancel_join_thread()  # a log queue that nobody reads must not keep a process alive
+    to_parent = logging.handlers.QueueHandler(logs)
+    to_parent.setFormatter(logging.Formatter("%(message)s"))  # the parent's handler adds the rest
+    logging.basicConfig(level=logging.INFO, handlers=[to_parent], force=True)
+    code = 0
+    try:
+        child = Child(name, board, messages, device, started)
+        with child.clock.span("import"):
+            target = importlib.import_module(module).main
+        target(child, *args)
+        messages.send(("ended", dict(child.clock.seconds)))
+    except BaseException as error:  # the last stop: everything is reported, nothing goes on
+        code = 1
+        messages.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+    finally:
+        messages.close()
+        logs.close()
+        flush = threading.Thread(target=logs.join_thread, daemon=True)
+        flush.start()
+        flush.join(2.0)
+        sys.stdout.flush()
+        os._exit(code)  # vLLM's and torch's teardown costs seconds and can hang
+
+
+def prepare_process(name: str) -> None:
+    """Title, no Ctrl-C of its own, and an end when the parent ends."""
+    from setproctitle import setproctitle
+
+    setproctitle(f"tba_min {name}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tqdm.set_lock(threading.RLock())  # tqdm's own would be a named semaphore, which a kill leaves behind
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()

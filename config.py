@@ -1,0 +1,240 @@
+"""Every option of a run, in one frozen dataclass.
+
+The command line is made from it (`tba_min.py --help`), `config.json` in a run's folder records it as it was used,
+and nothing else in the project holds a default. Symbols in brackets are the paper's (arXiv 2503.18929).
+"""
+
+import dataclasses
+import glob
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+START_MODEL = "start"  # --model: the small model that the task makes for itself
+
+
+class ConfigError(ValueError):
+    """A wrong option. Its text is one line that names the option and says what would be right."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """TBA, Trajectory Balance with Asynchrony: vLLM searchers, one trainer, a replay buffer between them."""
+
+    # --- what is run, and where -------------------------------------------------------------------------------
+    task: str = "addition"
+    """Task: `addition`, or `path/to/file.py:function` for your own (the function returns a task, see tasks.py)."""
+    model: str = START_MODEL
+    """Policy and reference [pi_ref]: a Hugging Face folder, a Hub name, or `start` for the task's own start model."""
+    engine: Literal["vllm", "hf"] = "vllm"
+    """What generates: `vllm`, or `hf` (transformers' generate) where vLLM can't be installed."""
+    gpus: int | None = None
+    """GPUs to use; 0 is CPU. One trainer, one searcher on each other GPU. Default: what the machine has."""
+    searchers: int | None = None
+    """Searcher processes. Default: gpus - 1, but at least 1."""
+    sync: Literal["eager", "barrier", "onpolicy"] = "eager"
+    """`eager`: nobody pauses. `barrier`: the paper's protocol, all pause every k updates. `onpolicy`: one process
+    alternates between generating and learning, and never learns from old data."""
+    out: str | None = None
+    """Folder of the run. Default: runs/<time>-<task>."""
+    cache: str = ".cache"
+    """Folder in which start models are kept."""
+    seed: int = 0
+    """Seed of the start model, the order of prompts, sampling and buffer draws."""
+    threads: int = 0
+    """CPU threads of each process (onpolicy: of the one process). 0: the machine's cores shared out evenly."""
+
+    # --- how long ---------------------------------------------------------------------------------------------
+    steps: int = 200
+    """Trainer updates."""
+    max_seconds: float = 55.0
+    """Wall-clock limit of the RL phase in seconds, evaluations included; 0 is none."""
+    eval_every: int = 20
+    """Trainer updates between held-out evaluations; 0 evaluates only before and after."""
+    eval_prompts: int = 500
+    """Held-out prompts in an evaluation, answered greedily."""
+    eval_split: Literal["heldout", "validation"] = "heldout"
+    """Prompts that are evaluated on. Choose hyperparameters on `validation`, report `heldout`."""
+
+    # --- the objective ----------------------------------------------------------------------------------------
+    beta: float = 0.25
+    """KL coefficient [beta], reward units per nat: the optimum is pi_ref * exp(reward / beta)."""
+    beta_final: float | None = None
+    """KL coefficient at the end of its schedule. Default: beta, that is, no schedule."""
+    beta_steps: int = 0
+    """Trainer updates over which beta goes linearly to beta_final; 0 means all of them."""
+    temperature: float = 1.0
+    """Sampling temperature. pi, pi_ref and mu are all taken at this temperature."""
+    max_new_tokens: int = 8
+    """Longest answer in tokens, the end-of-sequence token included."""
+
+    # --- a batch ----------------------------------------------------------------------------------------------
+    prompts_per_batch: int = 16
+    """Prompts in a trainer batch [P]."""
+    samples_per_prompt: int = 16
+    """Answers per prompt in a trainer batch [K], at least 2: log Z is their mean."""
+    generate_per_prompt: int | None = None
+    """Answers that a searcher writes per prompt [S >= K]. Default: K."""
+    in_flight: int = 256
+    """Answers that a searcher's engine writes at the same time."""
+    micro_batch_tokens: int = 8192
+    """Padded tokens in one forward pass of the trainer; whole groups only, gradients are accumulated."""
+
+    # --- the optimizer ----------------------------------------------------------------------------------------
+    lr: float = 5e-5
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 5
+    """Trainer updates in which the learning rate rises linearly to its peak."""
+    decay_steps: int = 0
+    """Last trainer updates, in which it falls linearly to a tenth (the updates between are the stable phase)."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient of beta^2 * loss; 0 is no clipping."""
+
+    # --- the replay buffer ------------------------------------------------------------------------------------
+    recency_prob: float = 0.75
+    """Probability that a prompt of a batch is drawn from the most recent data [m]."""
+    recent_groups: int | None = None
+    """Size of the recency pool in groups (eager). Default: 2P. In barrier it is what the last sync merged."""
+    reward_inverse_temperature: float = 0.0
+    """Answers of older prompts are drawn with softmax(this * reward), per reward unit; 0 is uniform."""
+    dedup: bool = False
+    """Keep only the newest copy of an answer (the paper's presets do; on short answers it costs learning)."""
+    buffer_capacity: int = 100_000
+    """Trajectories that the replay buffer holds; the oldest go first."""
+    per_prompt_capacity: int = 128
+    """Trajectories that it holds of one prompt; the oldest go first."""
+    replay_ratio: float = 2.0
+    """Most trajectories trained per trajectory generated: the trainer waits rather than grind old data."""
+
+    # --- synchronisation --------------------------------------------------------------------------------------
+    sync_every: int = 1
+    """Trainer updates between publications of the weights [k]."""
+    vllm_memory: float = 0.0
+    """Share of a GPU's memory that vLLM may take, 0 to 1; 0: .85 on a GPU of its own, .4 beside the trainer."""
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        return self.samples_per_prompt
+
+    @property
+    def S(self) -> int:  # noqa: N802
+        return self.generate_per_prompt or self.samples_per_prompt
+
+    def beta_at(self, step: int) -> float:
+        """beta in reward units per nat before update `step`: linear from beta to beta_final (TBA, appendix)."""
+        final = self.beta if self.beta_final is None else self.beta_final
+        share = min(1.0, step / (self.beta_steps or self.steps))
+        return self.beta + (final - self.beta) * share
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of update `step`: warm-up, stable, decay."""
+        up = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        down = min(1.0, (self.steps - step) / self.decay_steps) if self.decay_steps else 1.0
+        return self.lr * up * (0.1 + 0.9 * down)
+
+
+def visible_gpus() -> int:
+    """GPUs that this process may use, without importing torch (its import costs seconds)."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(glob.glob("/dev/nvidia[0-9]*"))
+    return present if mask is None else min(present, len([d for d in mask.split(",") if d.strip() not in ("", "-1")]))
+
+
+def resolve(config: Config) -> Config:
+    """Fill in the defaults that depend on the machine or on other options, and refuse what can't work.
+
+    Raises:
+        ConfigError: one line that names the option and what would be right.
+    """
+    gpus = visible_gpus() if config.gpus is None else config.gpus
+    searchers = max(1, gpus - 1) if config.searchers is None else config.searchers
+    processes = 1 if config.sync == "onpolicy" else 1 + max(1, searchers)
+    resolved = dataclasses.replace(
+        config,
+        gpus=gpus,
+        searchers=0 if config.sync == "onpolicy" else searchers,
+        generate_per_prompt=config.S,
+        beta_final=config.beta if config.beta_final is None else config.beta_final,
+        recent_groups=2 * config.prompts_per_batch if config.recent_groups is None else config.recent_groups,
+        threads=config.threads or max(1, (os.cpu_count() or 1) // processes),
+    )
+    _check_numbers(resolved)
+    if gpus > visible_gpus():
+        raise ConfigError(f"--gpus {gpus}: this machine shows {visible_gpus()}; ask for that many or fewer, 0 is CPU")
+    if config.sync != "onpolicy" and searchers != max(1, gpus - 1) and gpus > 0:
+        raise ConfigError(f"--searchers {searchers}: with --gpus {gpus} there are {max(1, gpus - 1)} (one a GPU)")
+    if resolved.out and (Path(resolved.out) / "config.json").exists():
+        raise ConfigError(f"--out {resolved.out}: there is a run in it already; name a new folder")
+    return dataclasses.replace(resolved, model=_find_model(resolved.model, resolved.task))
+
+
+def _check_numbers(c: Config) -> None:
+    batch = c.prompts_per_batch * c.samples_per_prompt
+    rules = [  # (option, value, what must hold, in words)
+        ("--gpus", c.gpus, c.gpus >= 0, "0 or more"),
+        ("--searchers", c.searchers, c.sync == "onpolicy" or c.searchers >= 1, "at least 1"),
+        ("--threads", c.threads, c.threads >= 1, "0 or more"),
+        ("--steps", c.steps, c.steps >= 1, "at least 1"),
+        ("--max-seconds", c.max_seconds, c.max_seconds >= 0, "0 (no limit) or more"),
+        ("--eval-every", c.eval_every, c.eval_every >= 0, "0 or more"),
+        ("--eval-prompts", c.eval_prompts, c.eval_prompts >= 1, "at least 1"),
+        ("--prompts-per-batch", c.prompts_per_batch, c.prompts_per_batch >= 1, "at least 1"),
+        ("--samples-per-prompt", c.K, c.K >= 2, "K at least 2: log Z is estimated from a group"),
+        ("--generate-per-prompt", c.S, c.S >= c.K, f"S at least --samples-per-prompt, {c.K}"),
+        ("--in-flight", c.in_flight, c.in_flight >= c.S, f"at least --generate-per-prompt, {c.S}"),
+        ("--max-new-tokens", c.max_new_tokens, c.max_new_tokens >= 1, "at least 1"),
+        ("--micro-batch-tokens", c.micro_batch_tokens, c.micro_batch_tokens >= 1, "at least 1"),
+        ("--beta", c.beta, c.beta > 0, "above 0: the reward is divided by it"),
+        ("--beta-final", c.beta_final, c.beta_final > 0, "above 0: the reward is divided by it"),
+        ("--beta-steps", c.beta_steps, c.beta_steps >= 0, "0 or more"),
+        ("--temperature", c.temperature, c.temperature > 0, "above 0"),
+        ("--lr", c.lr, c.lr > 0, "above 0"),
+        ("--warmup-steps", c.warmup_steps, c.warmup_steps >= 0, "0 or more"),
+        ("--decay-steps", c.decay_steps, 0 <= c.decay_steps <= c.steps, f"0 to --steps, {c.steps}"),
+        ("--weight-decay", c.weight_decay, c.weight_decay >= 0, "0 or more"),
+        ("--grad-clip", c.grad_clip, c.grad_clip >= 0, "0 (no clipping) or more"),
+        ("--recency-prob", c.recency_prob, 0 <= c.recency_prob <= 1, "a probability, 0 to 1"),
+        ("--recent-groups", c.recent_groups, c.recent_groups >= 1, "at least 1"),
+        ("--buffer-capacity", c.buffer_capacity, c.buffer_capacity >= batch, f"at least a batch, P*K = {batch}"),
+        ("--per-prompt-capacity", c.per_prompt_capacity, c.per_prompt_capacity >= c.S, f"at least S = {c.S}"),
+        ("--replay-ratio", c.replay_ratio, c.replay_ratio > 0, "above 0"),
+        ("--sync-every", c.sync_every, c.sync_every >= 1, "at least 1"),
+        ("--vllm-memory", c.vllm_memory, 0 <= c.vllm_memory < 1, "a share, 0 (automatic) to below 1"),
+    ]
+    for option, value, holds, right in rules:
+        if not holds:  # also true for NaN, which satisfies no comparison
+            raise ConfigError(f"{option} {value}: must be {right}")
+
+
+def _find_model(model: str, task: str) -> str:
+    """`start`, or the path of a folder with a Hugging Face model; a Hub name is downloaded first."""
+    if model == START_MODEL:
+        return model
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").exists():
+            raise ConfigError(f"--model {model}: the folder has no config.json; name a Hugging Face model folder")
+        return str(Path(model).resolve())
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except Exception as error:  # the Hub's errors have no common base; all of them mean "not to be had"
+        reason = str(error).strip().split("\n")[0][:120]
+        raise ConfigError(
+            f"--model {model}: neither a folder nor to be had from the Hub ({reason}); "
+            f"name a folder with config.json, a Hub name, or `{START_MODEL}`"
+        ) from None
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the configuration as JSON."""
+    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def load(path: Path) -> Config:
+    """Read what `save` wrote."""
+    return Config(**json.loads(Path(path).read_text()))

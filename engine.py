@@ -1,0 +1,357 @@
+"""Generation engines behind one small interface: vLLM, and transformers' generate where vLLM can't be installed.
+
+    engine.load_weights(named_tensors)      new weights, between two steps
+    engine.add(key, prompt, n)              ask for n answers to a prompt
+    engine.step() -> [(key, answers)]       go on for a moment; the groups that are now complete
+    engine.in_flight                        answers asked for and not yet finished
+    engine.generate(prompts, n)             all of that for a list of prompts
+
+vLLM runs inside the searcher's process: an engine process of its own costs 30 s more of start-up on a CPU and is one
+more thing to orphan. New weights enter through vLLM's own weight-update life cycle; calling `load_weights` on its model
+does not work on a CPU, where the linear layers hold repacked copies, and prefix caching stays off because cached keys
+and values would belong to older weights.
+"""
+
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generated answer."""
+
+    tokens: np.ndarray  # [T] int32, the end-of-sequence token included
+    log_mu: np.ndarray  # [T] float32, log-probability of each token at the sampling temperature, nats
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine answers."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    max_prompt: int  # tokens of the longest prompt
+    in_flight: int  # answers written at the same time
+    seed: int = 0
+
+
+class Engine:
+    """What both engines share."""
+
+    in_flight: int
+
+    def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
+        raise NotImplementedError
+
+    def step(self) -> list[tuple[int, list[Answer]]]:
+        raise NotImplementedError
+
+    def load_weights(self, named_tensors: NamedTensors) -> None:
+        raise NotImplementedError
+
+    def generate(self, prompts: Sequence[np.ndarray], n: int, greedy: bool = False) -> list[list[Answer]]:
+        """n answers to each prompt, in the order of the prompts."""
+        done: dict[int, list[Answer]] = {}
+        for i, prompt in enumerate(prompts):
+            self.add(-1 - i, prompt, n, greedy)  # negative: no clash with a stream's keys
+        while len(done) < len(prompts):
+            done.update(self.step())
+        return [done[-1 - i] for i in range(len(prompts))]
+
+
+# --- vLLM -----------------------------------------------------------------------------------------------------------
+
+
+class VllmEngine(Engine):
+    """vLLM, driven step by step."""
+
+    def __init__(self, folder: str, sampling: Sampling, device: str = "cpu", memory: float = 0.85, **options):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records go where ours go
+        on_cpu = torch.device(device).type == "cpu"
+        if on_cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        _register_transfer_engine()
+        length = sampling.max_prompt + sampling.max_new_tokens
+        block = 32  # the smallest on a CPU
+        cpu_options = {
+            "dtype": "float32",
+            "block_size": block,
+            # as many blocks as can be in use, and no more: vLLM writes zeros into all of them at the start
+            "num_gpu_blocks_override": sampling.in_flight * -(-length // block) + 16,
+        }
+        gpu_options = {"dtype": "bfloat16", "gpu_memory_utilization": memory}
+        self._llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,  # token ids in, token ids out
+            enforce_eager=on_cpu,  # compiling costs 46 s there and gains 15 %
+            max_model_len=length,
+            max_num_seqs=sampling.in_flight,
+            max_num_batched_tokens=max(8192, length),
+            enable_prefix_caching=False,
+            logprobs_mode="processed_logprobs",  # at the sampling temperature; the default ignores it
+            weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=sampling.seed,
+            **((cpu_options if on_cpu else gpu_options) | options),
+        )
+        self._engine = self._llm.llm_engine
+        self._sampling = sampling
+        self._ids = itertools.count()
+        self._keys: dict[str, int] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return self._engine.get_num_unfinished_requests()
+
+    def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=n,
+            temperature=0.0 if greedy else self._sampling.temperature,
+            max_tokens=self._sampling.max_new_tokens,
+            stop_token_ids=list(self._sampling.stop_ids),  # without a tokenizer vLLM knows no end-of-sequence token
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = str(next(self._ids))
+        self._keys[name] = key
+        self._engine.add_request(name, {"prompt_token_ids": prompt.tolist()}, params)
+
+    def step(self) -> list[tuple[int, list[Answer]]]:
+        """One decode step of all requests in flight."""
+        finished = [out for out in self._engine.step() if out.finished]
+        return [(self._keys.pop(out.request_id), [_answer(c) for c in out.outputs]) for out in finished]
+
+    def load_weights(self, named_tensors: NamedTensors) -> None:
+        """Replace the weights. Running requests go on with the keys and values that older weights computed.
+
+        Args:
+            named_tensors: all parameters, under their (unfused) Hugging Face names.
+        """
+        rpc = self._engine.collective_rpc
+        rpc("start_weight_update")
+        rpc("update_weights", args=({"named_tensors": list(named_tensors)},))
+        rpc("finish_weight_update")
+
+
+def _answer(completion) -> Answer:
+    tokens = np.array(completion.token_ids, np.int32)
+    log_mu = np.array(completion.logprobs.logprobs, np.float32)  # one candidate a position: the sampled token
+    if len(tokens) != len(log_mu):
+        raise RuntimeError(f"vLLM gave {len(log_mu)} log-probabilities for {len(tokens)} tokens")
+    return Answer(tokens, log_mu, completion.finish_reason)
+
+
+TRANSFER = "tba_min"
+
+
+def _register_transfer_engine() -> None:
+    """Tell vLLM of a weight-transfer engine that takes tensors of its own process."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    if TRANSFER in WeightTransferEngineFactory._registry:
+        return
+
+    @dataclass
+    class UpdateInfo(WeightTransferUpdateInfo):
+        named_tensors: list
+
+    class InProcessTransfer(WeightTransferEngine):
+        init_info_cls, update_info_cls = WeightTransferInitInfo, UpdateInfo
+
+        def init_transfer_engine(self, init_info) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info) -> None:
+            self.model.load_weights(update_info.named_tensors)
+
+        def finish_weight_update(self) -> None:
+            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            no_weights = {"RotaryEmbedding"}  # its table is computed, not loaded
+            with _ReloadWatch(no_weights | ({"ParallelLMHead"} if tied else set())):
+                finalize_layerwise_reload(self.model, self.model_config)
+            if tied:
+                _tie_again(self.model)
+
+        def shutdown(self) -> None:
+            pass
+
+    WeightTransferEngineFactory.register_engine(TRANSFER, InProcessTransfer)
+
+
+def _tie_again(model) -> None:
+    """After a reload, give the output layer the input embedding's new weights.
+
+    A reload loads a shared tensor once, under the embedding's name, and leaves the output layer (and on a CPU its
+    repacked copy) on the old weights, with no more than a warning.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+    embeddings = [m for m in model.modules() if type(m) is VocabParallelEmbedding]
+    if not heads:  # the model calls its embedding as the output layer
+        return
+    if len(heads) != 1 or len(embeddings) != 1:
+        raise RuntimeError(f"can't tie {len(heads)} output layers to {len(embeddings)} embeddings")
+    heads[0].weight = embeddings[0].weight
+    if heads[0].weight.device.type == "cpu":
+        dispatch_cpu_unquantized_gemm(heads[0], remove_weight=False)
+
+
+class _ReloadWatch(logging.Filter):
+    """Turn vLLM's warning that a layer kept its old weights into an error, for all layers but the expected ones."""
+
+    def __init__(self, expected: set[str]):
+        super().__init__()
+        self.expected, self.stale = expected, set()
+        self.logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "Failed to load weights" not in str(record.msg):
+            return True
+        layer = str(record.args[0]) if record.args else record.getMessage()
+        if layer not in self.expected:
+            self.stale.add(layer)
+        return False
+
+    def __enter__(self):
+        self.level = self.logger.level
+        self.logger.setLevel(logging.WARNING)  # a quieter logger would not ask its filters
+        self.logger.addFilter(self)
+
+    def __exit__(self, *error):
+        self.logger.removeFilter(self)
+        self.logger.setLevel(self.level)
+        if self.stale and error[0] is None:
+            raise RuntimeError(f"after a weight update these layers still have old weights: {sorted(self.stale)}")
+
+
+# --- transformers ---------------------------------------------------------------------------------------------------
+
+
+class HfEngine(Engine):
+    """transformers' generate, in batches: a batch drains before the next one starts."""
+
+    def __init__(self, model, sampling: Sampling, pad: int):
+        self.model, self._sampling, self._pad = model, sampling, pad
+        self._waiting: list[tuple[int, np.ndarray, int, bool]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return sum(n for _, _, n, _ in self._waiting)
+
+    def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
+        self._waiting.append((key, prompt, n, greedy))
+
+    def load_weights(self, named_tensors: NamedTensors) -> None:
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                own.pop(name).copy_(tensor)
+        if own:
+            raise ValueError(f"no new weights came for {sorted(own)}")
+
+    def step(self) -> list[tuple[int, list[Answer]]]:
+        """Answer as many waiting prompts as fit into a batch, to the end."""
+        if not self._waiting:
+            return []
+        greedy, batch, size = self._waiting[0][3], [], 0
+        while self._waiting and self._waiting[0][3] == greedy:
+            if batch and size + self._waiting[0][2] > self._sampling.in_flight:
+                break
+            batch.append(self._waiting.pop(0))
+            size += batch[-1][2]
+        rows = [prompt for _, prompt, n, _ in batch for _ in range(n)]
+        answers = iter(self._generate(rows, greedy))
+        return [(key, list(itertools.islice(answers, n))) for key, _, n, _ in batch]
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[np.ndarray], greedy: bool) -> list[Answer]:
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        width = max(map(len, prompts))
+        ids = np.full((len(prompts), width), self._pad, np.int64)
+        mask = np.zeros_like(ids)
+        for row, mask_row, prompt in zip(ids, mask, prompts, strict=True):
+            row[width - len(prompt) :] = prompt
+            mask_row[width - len(prompt) :] = 1
+        recorder = _Recorder(1.0 if greedy else self._sampling.temperature, width)
+        out = self.model.generate(
+            torch.as_tensor(ids, device=self.model.device),
+            attention_mask=torch.as_tensor(mask, device=self.model.device),
+            generation_config=GenerationConfig(
+                do_sample=not greedy,
+                top_k=None,  # None and not 0: no truncation, or log mu would not be the model's
+                top_p=None,
+                temperature=None,
+                max_new_tokens=self._sampling.max_new_tokens,
+                eos_token_id=list(self._sampling.stop_ids),
+                pad_token_id=self._pad,
+            ),
+            logits_processor=LogitsProcessorList([recorder]),
+        )
+        tokens, log_mu = out[:, width:].cpu().numpy().astype(np.int32), recorder.finish(out)
+        return [self._cut(t, m) for t, m in zip(tokens, log_mu, strict=True)]
+
+    def _cut(self, tokens: np.ndarray, log_mu: np.ndarray) -> Answer:
+        ends = np.flatnonzero(np.isin(tokens, self._sampling.stop_ids))
+        length = ends[0] + 1 if len(ends) else len(tokens)
+        return Answer(tokens[:length].copy(), log_mu[:length].copy(), "stop" if len(ends) else "length")
+
+
+class _Recorder:
+    """A logits processor that applies the temperature and notes each sampled token's log-probability.
+
+    transformers can return all scores, but those are [T, N, V]; this keeps one step's.
+    """
+
+    def __init__(self, temperature: float, start: int):
+        self._temperature, self._start = temperature, start
+        self._last: torch.Tensor | None = None
+        self._log_mu: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._note(input_ids)
+        self._last = (scores.float() / self._temperature).log_softmax(-1)
+        return self._last
+
+    def _note(self, ids: torch.Tensor) -> None:
+        if self._last is not None:
+            column = self._start + len(self._log_mu)
+            self._log_mu.append(self._last.gather(1, ids[:, column : column + 1]))
+
+    def finish(self, ids: torch.Tensor) -> np.ndarray:
+        """[N, T] nats."""
+        self._note(ids)
+        return torch.cat(self._log_mu, 1).float().cpu().numpy()

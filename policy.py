@@ -1,0 +1,85 @@
+"""The Hugging Face model that is trained, and its frozen copy pi_ref: loading, padding, log-probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from loss import token_logprobs
+
+
+@dataclass
+class Tokens:
+    """N prompts with one answer each, padded to rectangles: prompts on the left, answers on the right.
+
+    So that every answer starts at column L: logits are needed for the answers' columns only.
+    """
+
+    ids: torch.Tensor  # [N, L + T] int64
+    mask: torch.Tensor | None  # [N, L + T] int64, 0 on the prompts' padding; None where no prompt is padded
+    start: int  # L
+    lengths: torch.Tensor  # [N] int64, tokens of each answer
+
+
+def collate(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], pad: int, device: str = "cpu") -> Tokens:
+    """Pad prompts [L_i] and answers [T_i] to rectangles. Which token pads does not matter."""
+    lengths = [len(r) for r in responses]
+    start, width = max(map(len, prompts)), max(1, *lengths)
+    ids = np.full((len(prompts), start + width), pad, np.int64)
+    mask = np.ones_like(ids)
+    for row, mask_row, prompt, response in zip(ids, mask, prompts, responses, strict=True):
+        row[start - len(prompt) : start] = prompt
+        row[start : start + len(response)] = response
+        mask_row[: start - len(prompt)] = 0
+    padded = bool((mask == 0).any())
+    # Padding on the right needs no mask: attention is causal, so no answer token ever sees it.
+    to = {"device": device}
+    return Tokens(
+        torch.as_tensor(ids, **to), torch.as_tensor(mask, **to) if padded else None, start, torch.tensor(lengths, **to)
+    )
+
+
+def response_logprobs(model, tokens: Tokens, temperature: float) -> torch.Tensor:
+    """log pi of each answer token given prompt and answer so far. -> [N, T] nats; padded positions hold anything."""
+    extra = {}
+    if tokens.mask is not None:
+        extra = {"attention_mask": tokens.mask, "position_ids": (tokens.mask.cumsum(1) - 1).clamp(min=0)}
+    answers = tokens.ids[:, tokens.start :]  # [N, T]
+    keep = answers.shape[1] + 1  # the prompt's last token predicts the answer's first
+    logits = model(tokens.ids, use_cache=False, logits_to_keep=keep, **extra).logits[:, :-1]  # [N, T, V]
+    return token_logprobs(logits, answers, temperature)
+
+
+def load_policy(folder: str, device: str = "cpu", trainable: bool = False):
+    """Load a causal language model in fp32 (master weights; autocast lowers it where the device can)."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    return model.eval().requires_grad_(trainable)  # eval: dropout would make log pi a random number
+
+
+def load_tokenizer(folder: str):
+    """The tokenizer of the model's folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def stop_tokens(folder: str, tokenizer) -> list[int]:
+    """Ids that end an answer: the generation config's, or the tokenizer's."""
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:  # the folder has none
+        ids = None
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def named_weights(model) -> list[tuple[str, torch.Tensor]]:
+    """What is published: every parameter under its Hugging Face name, tied ones once."""
+    return [(name, p.detach()) for name, p in model.named_parameters()]

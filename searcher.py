@@ -1,0 +1,240 @@
+"""A searcher: generate answers, score them, take log pi_ref, hand them to the buffer. It never waits for the trainer.
+
+In `eager` (the default) it drives the engine step by step, keeps it full, hands over groups as they finish, and takes
+newer weights between two decode steps. In `barrier` (the paper's protocol) it generates in rounds, keeps what it wrote
+in D_local, and merges it when the parent calls a sync. `onpolicy` uses `Searcher.round` inside the trainer's process.
+
+Departure from the published code: a trajectory is stamped with the version of the weights that its engine had loaded
+when the prompt was handed to it, not with the trainer's clock, which would understate staleness.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from buffer import RemoteBuffer, Trajectory
+from engine import Answer, Engine, HfEngine, Sampling, VllmEngine
+from loss import sequence_logprobs
+from metrics import Board, Clock, JsonLines
+from policy import collate, load_policy, response_logprobs
+from weights import SharedWeights
+
+log = logging.getLogger("tba_min.searcher")
+
+
+def prompt_stream(count: int, seed: int, searcher: int, searchers: int) -> Iterator[int]:
+    """Prompt ids for ever: each pass over all of them is shuffled anew, and the searchers share it out."""
+    epoch = 0
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        yield from order[searcher::searchers].tolist()
+        epoch += 1
+
+
+class Searcher:
+    """Everything between an engine and trajectories.
+
+    Args:
+        engine: generates; its weights have version 0.
+        reference: frozen Hugging Face model pi_ref.
+        task, tokenizer: prompts as text, rewards on text.
+        config: generate_per_prompt, temperature, micro_batch_tokens, in_flight.
+        stream: prompt ids.
+        uid: (searcher, incarnation).
+        clock: where the time goes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reference,
+        task,
+        tokenizer,
+        config,
+        stream: Iterator[int],
+        uid: tuple[int, int],
+        clock: Clock,
+    ) -> None:
+        self.engine, self.reference, self.task, self.tokenizer = engine, reference, task, tokenizer
+        self.config, self.stream, self.uid, self.clock = config, stream, uid, clock
+        self.version = 0
+        self.generated = self.tokens = self.truncated = 0  # answers, tokens, answers cut off at their longest
+        self._prompts: dict[int, np.ndarray] = {}  # prompt_id -> token ids
+        self._begun: dict[int, tuple[int, int]] = {}  # key of a running group -> (prompt_id, version)
+        self._next_key = self._next_uid = 0
+
+    def pull(self, weights: SharedWeights) -> None:
+        """Load newer weights, if there are any."""
+        if weights.version > self.version:
+            with self.clock.span("pull weights"):
+                self.version, tensors = weights.read()
+                self.engine.load_weights(tensors)
+
+    def refill(self, limit: int) -> None:
+        """Ask the engine for groups until `limit` answers are in flight."""
+        while self.engine.in_flight + self.config.S <= limit:
+            prompt_id = next(self.stream)
+            self._begun[self._next_key] = (prompt_id, self.version)
+            self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
+            self._next_key += 1
+
+    def step(self) -> list[Trajectory]:
+        """Generate for a moment; the groups that finished, scored."""
+        with self.clock.span("generate"):
+            finished = self.engine.step()
+        if not finished:
+            return []
+        groups = [(*self._begun.pop(key), answers) for key, answers in finished]
+        self.generated += sum(len(answers) for _, _, answers in groups)
+        return self._score(groups)
+
+    def round(self, prompts: int) -> list[Trajectory]:
+        """Generate and score groups for that many prompts, and let the engine run empty."""
+        out: list[Trajectory] = []
+        for _ in range(prompts):
+            self.refill(self.engine.in_flight + self.config.S)
+        while self.engine.in_flight:
+            out += self.step()
+        return out
+
+    def _tokens(self, prompt_id: int) -> np.ndarray:
+        if prompt_id not in self._prompts:
+            ids = self.tokenizer.encode(self.task.train[prompt_id], add_special_tokens=False)
+            self._prompts[prompt_id] = np.array(ids, np.int32)
+        return self._prompts[prompt_id]
+
+    def _score(self, groups: list[tuple[int, int, list[Answer]]]) -> list[Trajectory]:
+        flat = [(prompt_id, version, a) for prompt_id, version, answers in groups for a in answers]
+        with self.clock.span("reward"):
+            texts = self.tokenizer.batch_decode([a.tokens for _, _, a in flat], skip_special_tokens=True)
+            rewards = [float(self.task.reward(self.task.train[i], t)) for (i, _, _), t in zip(flat, texts, strict=True)]
+        with self.clock.span("log pi_ref"):
+            log_ref = self._log_ref([(self._tokens(i), a.tokens) for i, _, a in flat])
+        out = []
+        for (prompt_id, version, answer), reward, ref in zip(flat, rewards, log_ref, strict=True):
+            uid = (*self.uid, self._next_uid)
+            self._next_uid += 1
+            self.tokens += len(answer.tokens)
+            self.truncated += answer.finish_reason == "length"
+            what = (self._tokens(prompt_id), answer.tokens, answer.finish_reason, reward, ref, answer.log_mu)
+            out.append(Trajectory(uid, prompt_id, *what, version, self.version, self.uid[0]))
+        return out
+
+    @torch.inference_mode()
+    def _log_ref(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
+        """log pi_ref(y|x) in nats of each (prompt, answer), in micro-batches."""
+        longest = max(len(p) + len(r) for p, r in pairs)
+        size = max(1, self.config.micro_batch_tokens // longest)
+        out: list[float] = []
+        for i in range(0, len(pairs), size):
+            prompts, responses = zip(*pairs[i : i + size], strict=True)
+            tokens = collate(prompts, responses, 0, self.reference.device)
+            logp = response_logprobs(self.reference, tokens, self.config.temperature)
+            out += sequence_logprobs(logp, tokens.lengths).tolist()
+        return out
+
+
+def make_engine(config, folder: str, tokenizer, stop_ids: list[int], task, device: str, policy=None) -> Engine:
+    """The engine that the configuration names; `policy` is the model that `hf` runs (loaded here when None)."""
+    longest = max(len(ids) for ids in tokenizer(task.train, add_special_tokens=False)["input_ids"])
+    s = Sampling(config.temperature, config.max_new_tokens, tuple(stop_ids), longest, config.in_flight, config.seed)
+    if config.engine == "hf":
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
+        return HfEngine(policy or load_policy(folder, device), s, pad)
+    memory = config.vllm_memory or (0.4 if config.gpus == 1 else 0.85)
+    return VllmEngine(folder, s, device, memory)
+
+
+def build(config, folder: str, device: str, index: int, incarnation: int, clock: Clock, policy=None) -> Searcher:
+    """Load engine, reference, task and tokenizer of searcher `index`."""
+    from policy import load_tokenizer, stop_tokens
+    from tasks import load_task
+
+    with clock.span("load"):
+        task, tokenizer = load_task(config.task), load_tokenizer(folder)
+        reference = load_policy(folder, device)
+        engine = make_engine(config, folder, tokenizer, stop_tokens(folder, tokenizer), task, device, policy)
+        torch.manual_seed(config.seed * 1000 + 10 * index + incarnation)  # after vLLM, which seeds everything anew
+    stream = prompt_stream(len(task.train), config.seed, index, max(1, config.searchers))
+    return Searcher(engine, reference, task, tokenizer, config, stream, (index, incarnation), clock)
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def main(child, config, folder: str, out, index: int, incarnation: int, weights_pipe, buffer_proxy) -> None:
+    """Body of a searcher's process (child.py starts it)."""
+    clock, board, row = child.clock, child.board, Board.SEARCHERS + index
+    log.info("searcher %d: starting %s", index, config.engine)
+    searcher = build(config, folder, child.device, index, incarnation, clock)
+    weights = child.receive(weights_pipe, "the trainer's weight handle")
+    if weights is None:
+        return
+    buffer = RemoteBuffer(buffer_proxy)
+    log.info("searcher %d: ready after %.1f s", index, time.time() - child.started)
+    report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
+    loop = barrier if config.sync == "barrier" else eager
+    loop(searcher, weights, buffer, board, row, report)
+
+
+def eager(searcher: Searcher, weights: SharedWeights, buffer, board: Board, row: int, report: "Report") -> None:
+    """Keep the engine full, hand groups over as they finish, take new weights between two decode steps."""
+    while not board.stopping:
+        searcher.pull(weights)
+        searcher.refill(searcher.config.in_flight)
+        finished = searcher.step()
+        if finished:
+            with searcher.clock.span("hand over"):
+                buffer.add(finished)
+        report(len(finished))
+
+
+def barrier(searcher: Searcher, weights: SharedWeights, buffer, board: Board, row: int, report: "Report") -> None:
+    """Generate rounds into D_local; at a sync merge it, load the new weights, and wait until all have done so."""
+    d_local: list[Trajectory] = []
+    prompts = max(1, searcher.config.in_flight // searcher.config.S)
+    while not board.stopping:
+        d_local += searcher.round(prompts)
+        report(0)
+        sync = board.get(Board.PARENT, "sync")
+        if sync > board.get(row, "sync"):
+            with searcher.clock.span("hand over"):
+                buffer.add(d_local)
+            report(len(d_local))
+            d_local = []
+            searcher.pull(weights)
+            board.set(row, "sync", sync)
+            with searcher.clock.span("wait for sync"):
+                while board.get(Board.PARENT, "go") < sync and not board.stopping:
+                    board.set(row, "alive", time.time())
+                    time.sleep(0.001)
+
+
+class Report:
+    """Counters of a searcher: onto the board after every step, into its JSONL file about once a second."""
+
+    def __init__(self, searcher: Searcher, board: Board, row: int, file: JsonLines) -> None:
+        self.searcher, self.board, self.row, self.file = searcher, board, row, file
+        self.handed_over = 0
+        self._written = self._waited = 0.0
+        self._rl_start = 0.0
+
+    def __call__(self, handed_over: int) -> None:
+        s, now = self.searcher, time.time()
+        self.handed_over += handed_over
+        rl_start = self.board.get(Board.TRAINER, "rl_start")
+        if rl_start and not self._rl_start:  # busy share is counted from the first batch on
+            self._rl_start, self._waited = now, s.clock.waited()
+        spent = now - self._rl_start if self._rl_start else 0.0
+        busy = 1 - (s.clock.waited() - self._waited) / spent if spent > 0 else 0.0
+        values = {"alive": now, "generated": s.generated, "handed_over": self.handed_over, "version": s.version}
+        for field, value in (values | {"busy": busy}).items():
+            self.board.set(self.row, field, value)
+        if now - self._written > 1:
+            self._written = now
+            seconds = {name: round(v, 3) for name, v in s.clock.seconds.items()}
+            counts = {"tokens": s.tokens, "truncated": s.truncated}
+            self.file.write({"time": now} | values | counts | {"busy": busy, "seconds": seconds})

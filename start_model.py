@@ -1,0 +1,117 @@
+"""The start model of the addition task: it was taught the right procedure, and then careless habits.
+
+TBA starts from a supervised model that is right on a part of the problems (40 % on GSM8K), so that RL has something
+to do. Ours is a Llama of 345k parameters that first learns addition from right answers, and then sees demonstrations
+whose writer forgets every carry in 65 % of the answers. Read greedily it then forgets carries too, and about a third of
+the problems have none. RL has to bring the right procedure back, not to discover addition.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*/=() ?"]
+RIGHT_STEPS, CARELESS_STEPS, BATCH, LR, DECAY_SHARE, CARELESS = 240, 80, 256, 3e-3, 0.3, 0.65
+RECIPE = 1  # raise it when the recipe changes: it names the cached folder
+
+
+def start_model_path(config) -> Path:
+    """Where a task's start model for this seed is kept."""
+    task = config.task.replace("/", "_").replace(":", "_")
+    return (Path(config.cache) / f"{task}-seed{config.seed}-r{RECIPE}").resolve()
+
+
+def main(child, config) -> None:
+    """Body of the process that makes a start model (child.py starts it).
+
+    It is made beside its place and then renamed, so that a run that is broken off, or two at once, do no harm.
+    """
+    from tasks import load_task
+
+    place = start_model_path(config)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    workshop = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
+    try:
+        load_task(config.task).make_start_model(workshop, config.seed)
+        os.rename(workshop, place)
+    except OSError:
+        if not (place / "config.json").exists():  # else another run was faster
+            raise
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def make_tokenizer():
+    """One token a character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="?", clean_up_tokenization_spaces=False
+    )
+
+
+def make_model():
+    """A Llama of 345k parameters, untied, with heads of 32 (the smallest that vLLM takes on a CPU)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=VOCABULARY.index("<eos>"),
+            pad_token_id=VOCABULARY.index("<pad>"),
+        )
+    )
+
+
+def without_carries(prompt: str) -> str:
+    """What a careless writer answers: `37+58=` -> `085`."""
+    units, tens = int(prompt[1]) + int(prompt[4]), int(prompt[0]) + int(prompt[3])
+    return f"0{tens % 10}{units % 10}"
+
+
+def demonstration(task, rng: np.random.Generator, careless: float) -> str:
+    """One line of the training text: a problem and an answer that is careless with the given probability."""
+    prompt = task.train[rng.integers(len(task.train))]
+    return prompt + (without_carries(prompt) if rng.random() < careless else task.solve(prompt))
+
+
+def make_start_model(task, folder: Path, seed: int) -> None:
+    """Supervised learning with AdamW: right answers, then partly careless ones; the rate falls at the end."""
+    import torch
+
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    tokenizer, model = make_tokenizer(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    steps = RIGHT_STEPS + CARELESS_STEPS
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (steps - s) / (DECAY_SHARE * steps)))
+    for step in range(steps):
+        careless = CARELESS if step >= RIGHT_STEPS else 0.0
+        lines = [demonstration(task, rng, careless) for _ in range(BATCH)]
+        ids = torch.tensor(tokenizer(lines, add_special_tokens=False)["input_ids"])
+        ids = torch.cat([ids, torch.full((BATCH, 1), tokenizer.eos_token_id)], 1)  # [BATCH, 10]
+        logits = model(ids, use_cache=False).logits[:, 5:-1]  # those that predict the answer and its end
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,406 @@
+"""The trainer: sample a batch, TB loss, optimizer step, publish the weights. It never waits for a searcher's answer.
+
+Where its batches come from is the only thing that the three ways of `--sync` differ in here:
+`Prefetch` (eager: the next batch is fetched while this one is learnt), `Barrier` (the paper's protocol: a sync every
+k updates, nothing fetched ahead), `OnPolicy` (generate with the newest weights, here, in this process).
+"""
+
+import logging
+import queue
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from buffer import RemoteBuffer, ReplayBuffer, Trajectory
+from engine import HfEngine, Sampling
+from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
+from metrics import Board, Clock, JsonLines
+from policy import collate, load_policy, load_tokenizer, named_weights, response_logprobs, stop_tokens
+from weights import SharedWeights
+
+log = logging.getLogger("tba_min.trainer")
+Batch = list[list[Trajectory]]  # P groups of K
+
+
+# --- learning -------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(groups: Batch, max_tokens: int) -> list[Batch]:
+    """Split a batch into parts of whole groups, each at most `max_tokens` padded tokens (but at least one group)."""
+    parts: list[Batch] = []
+    prompt = answer = 0
+    for group in groups:
+        prompt_g, answer_g = max(len(t.prompt) for t in group), max(len(t.response) for t in group)
+        wider = (max(prompt, prompt_g) + max(answer, answer_g)) * len(group)
+        if parts and wider * (len(parts[-1]) + 1) <= max_tokens:
+            parts[-1].append(group)
+            prompt, answer = max(prompt, prompt_g), max(answer, answer_g)
+        else:
+            parts.append([group])
+            prompt, answer = prompt_g, answer_g
+    return parts
+
+
+def group_tensors(groups: Batch, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_ref and reward of each trajectory, [P, K] fp32. Groups are checked to be of one prompt each."""
+    for group in groups:
+        if len({t.prompt_id for t in group}) != 1:
+            raise ValueError(f"a group mixes the prompts {sorted({t.prompt_id for t in group})}")
+    log_ref = torch.tensor([[t.log_ref for t in g] for g in groups], dtype=torch.float32, device=device)
+    reward = torch.tensor([[t.reward for t in g] for g in groups], dtype=torch.float32, device=device)
+    return log_ref, reward
+
+
+class Learner:
+    """Policy, optimizer and one update.
+
+    Args:
+        model: the policy, fp32 master weights.
+        config: lr and its schedule, beta and its schedule, temperature, micro_batch_tokens, grad_clip.
+        pad: token id for padding; any will do.
+    """
+
+    def __init__(self, model, config, pad: int) -> None:
+        self.model, self.config, self.pad, self.step = model, config, pad, 0
+        fused = model.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=fused
+        )
+
+    def update(self, groups: Batch) -> dict[str, float]:
+        """One optimizer step on P groups of K; returns metrics of the whole update (README defines each)."""
+        beta, lr = self.config.beta_at(self.step), self.config.lr_at(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        sums: dict[str, float] = {}
+        for part in micro_batches(groups, self.config.micro_batch_tokens):
+            share = len(part) / len(groups)
+            loss, metrics = self._loss(part, beta)
+            # beta^2 * loss is in reward units, so that its gradient, and clipping it, means the same at every beta
+            (share * beta**2 * loss).backward()
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + share * value
+        clip = self.config.grad_clip or float("inf")
+        sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+        if not np.isfinite(sums["loss"] + sums["grad_norm"]):
+            raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return sums | {"beta": beta, "lr": lr}
+
+    def _loss(self, groups: Batch, beta: float) -> tuple[torch.Tensor, dict[str, float]]:
+        device, shape = self.model.device, (len(groups), len(groups[0]))  # P, K
+        flat = [t for group in groups for t in group]
+        tokens = collate([t.prompt for t in flat], [t.response for t in flat], self.pad, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            token_logp = response_logprobs(self.model, tokens, self.config.temperature)  # [P*K, T]
+        log_pi = sequence_logprobs(token_logp, tokens.lengths).view(shape)  # [P, K]
+        log_ref, reward = group_tensors(groups, device)
+        loss = tb_loss(log_pi, log_ref, reward, beta)
+        with torch.no_grad():
+            log_z = vargrad_log_z(log_pi, log_ref, reward, beta)
+            log_mu = torch.tensor([[float(t.log_mu.sum()) for t in g] for g in groups], device=device)
+            metrics = {
+                "loss": loss,
+                "residual": tb_residual(log_pi, log_ref, reward, log_z, beta).abs().mean() * beta,
+                "log_z": log_z.mean() * beta,
+                "kl_ref": (log_pi - log_ref).mean(),
+                "log_ratio_mu": (log_pi - log_mu).abs().mean(),
+            }
+        return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def batch_metrics(groups: Batch, step: int) -> dict[str, float]:
+    """Metrics of what was drawn: reward, answer length, staleness in trainer updates, distinct answers."""
+    flat = [t for group in groups for t in group]
+    staleness = [step - t.policy_version for t in flat]
+    distinct = sum(len({t.response.tobytes() for t in group}) for group in groups)
+    return {
+        "reward": float(np.mean([t.reward for t in flat])),
+        "tokens": float(np.mean([len(t.response) for t in flat])),
+        "truncated": float(np.mean([t.finish_reason == "length" for t in flat])),
+        "staleness": float(np.mean(staleness)),
+        "staleness_max": float(max(staleness)),
+        "distinct": distinct / len(flat),
+    }
+
+
+class Evaluator:
+    """Greedy accuracy on prompts that are never trained on."""
+
+    def __init__(self, model, folder: str, task, config) -> None:
+        from tasks import is_right
+
+        self._is_right, self.task = is_right, task
+        self.tokenizer = load_tokenizer(folder)
+        self.prompts = getattr(task, config.eval_split)[: config.eval_prompts]
+        ids = self.tokenizer(list(self.prompts), add_special_tokens=False)["input_ids"]
+        self._ids = [np.array(i, np.int32) for i in ids]
+        stop = stop_tokens(folder, self.tokenizer)
+        sampling = Sampling(1.0, config.max_new_tokens, tuple(stop), max(map(len, ids)), 512)
+        pad = self.tokenizer.pad_token_id
+        self.engine = HfEngine(model, sampling, stop[0] if pad is None else pad)
+
+    def __call__(self) -> tuple[float, list[tuple[str, str]]]:
+        """Share of prompts that are answered right, and the first few (prompt, answer)."""
+        answers = [a[0].tokens for a in self.engine.generate(self._ids, 1, greedy=True)]
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        pairs = list(zip(self.prompts, texts, strict=True))
+        return float(np.mean([self._is_right(self.task, p, t) for p, t in pairs])), pairs[:8]
+
+
+# --- where batches come from ----------------------------------------------------------------------------------------
+
+
+class Prefetch:
+    """eager: a thread keeps the next batch ready, drawn while the trainer learns from the one before."""
+
+    def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
+        self.buffer, self.config, self.board = buffer, config, board
+        self._ready: queue.Queue = queue.Queue(maxsize=1)
+        self._drawn = 0  # batches
+        threading.Thread(target=self._fetch, daemon=True, name="prefetch").start()
+
+    def next(self, step: int) -> Batch | None:
+        """The next batch; None when the run is being stopped. Raises what the fetching raised."""
+        while not self.board.stopping:
+            self.board.set(Board.TRAINER, "alive", time.time())
+            try:
+                batch = self._ready.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if isinstance(batch, Exception):
+                raise batch
+            return batch
+        return None
+
+    def generated(self) -> int:
+        """Trajectories that the searchers generated so far."""
+        return int(sum(self.board.of_searchers("generated")))
+
+    def _fetch(self) -> None:
+        try:
+            while not self.board.stopping:
+                batch = draw(self.buffer, self.config) if self._may_draw() else None
+                if batch is None:
+                    time.sleep(0.002)
+                    continue
+                self._drawn += 1
+                while not self.board.stopping:
+                    try:
+                        self._ready.put(batch, timeout=0.1)
+                        break
+                    except queue.Full:
+                        continue
+        except Exception as error:  # handed to next(), which raises it in the trainer
+            self._ready.put(error)
+
+    def _may_draw(self) -> bool:
+        """Replay ratio: trained <= ratio * generated. The first batch is free."""
+        trained = (self._drawn + 1) * self.config.prompts_per_batch * self.config.K
+        return self._drawn == 0 or trained <= self.config.replay_ratio * self.generated()
+
+
+class Barrier:
+    """The paper's protocol: before update 0, k, 2k, ... a sync, in which the searchers merge and take new weights."""
+
+    def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
+        self.buffer, self.config, self.board = buffer, config, board
+        self._syncs = 0
+
+    def next(self, step: int) -> Batch | None:
+        if step % self.config.sync_every == 0:
+            self._sync()
+        while not self.board.stopping:
+            batch = draw(self.buffer, self.config)
+            if batch is not None:
+                return batch
+            self._sync()  # too few prompts yet: let the searchers bring more
+        return None
+
+    def generated(self) -> int:
+        return int(sum(self.board.of_searchers("generated")))
+
+    def _sync(self) -> None:
+        self._syncs += 1
+        self.board.set(Board.TRAINER, "sync", self._syncs)
+        while self.board.get(Board.PARENT, "go") < self._syncs and not self.board.stopping:
+            self.board.set(Board.TRAINER, "alive", time.time())
+            time.sleep(0.001)
+
+
+class OnPolicy:
+    """Generate a batch with the newest weights in this process, learn from it once, forget it."""
+
+    def __init__(self, searcher, model, config, board: Board) -> None:
+        self.searcher, self.model, self.config, self.board = searcher, model, config, board
+
+    def next(self, step: int) -> Batch | None:
+        clock = self.searcher.clock
+        if step > self.searcher.version:
+            with clock.span("pull weights"):
+                if self.searcher.engine.__class__ is not HfEngine:  # that one generates with the policy itself
+                    self.searcher.engine.load_weights(named_weights(self.model))
+                self.searcher.version = step
+        c = self.config
+        buffer = ReplayBuffer(c.buffer_capacity, c.per_prompt_capacity, dedup=c.dedup, seed=c.seed + step)
+        while not self.board.stopping:
+            buffer.add(self.searcher.round(c.prompts_per_batch))
+            batch = draw(buffer, c)
+            if batch is not None:
+                return batch
+        return None
+
+    def generated(self) -> int:
+        return self.searcher.generated
+
+
+def draw(buffer: ReplayBuffer | RemoteBuffer, config) -> Batch | None:
+    """A batch by the configuration's rule, or None while there are too few prompts."""
+    return buffer.sample(config.prompts_per_batch, config.K, config.recency_prob, config.reward_inverse_temperature)
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The training loop around a Learner.
+
+    Args:
+        child: the process's surroundings (board, clock, messages to the parent).
+        source: Prefetch, Barrier or OnPolicy.
+        publish: called with (named weights, version) every k updates.
+    """
+
+    def __init__(self, child, config, out: Path, learner: Learner, evaluate: Evaluator, source, publish) -> None:
+        self.child, self.config, self.out = child, config, out
+        self.learner, self.evaluate, self.source, self.publish = learner, evaluate, source, publish
+        self.clock: Clock = child.clock
+        self.file = JsonLines(out / "metrics.jsonl")
+        self.accuracies: list[tuple[int, float, float]] = []  # trainer update, seconds of RL, accuracy
+        self.stale: list[tuple[float, float]] = []
+        self.trained = 0
+        self.rl_start = self._waited = 0.0
+
+    def run(self) -> dict:
+        """Train to the end of the steps, the time or the patience of the parent; returns the summary."""
+        before = self._evaluate()
+        while self.learner.step < self.config.steps and not self.child.board.stopping and not self._time_is_up():
+            with self.clock.span("wait for data"):
+                batch = self.source.next(self.learner.step)
+            if batch is None:
+                break
+            if not self.rl_start:
+                self._start_clock()
+            self._update(batch)
+        seconds = time.time() - self.rl_start if self.rl_start else 0.0
+        busy = self._busy()
+        if self.rl_start and self.accuracies[-1][0] != self.learner.step:
+            self._evaluate()
+            seconds = time.time() - self.rl_start
+        return self._summary(before, seconds, busy)
+
+    def _start_clock(self) -> None:
+        self.rl_start, self._waited = time.time(), self.clock.waited()
+        self.child.board.set(Board.TRAINER, "rl_start", self.rl_start)
+
+    def _time_is_up(self) -> bool:
+        limit = self.config.max_seconds
+        return bool(limit and self.rl_start and time.time() - self.rl_start > limit)
+
+    def _busy(self) -> float:
+        spent = time.time() - self.rl_start if self.rl_start else 0.0
+        return 1 - (self.clock.waited() - self._waited) / spent if spent > 0 else 0.0
+
+    def _update(self, batch: Batch) -> None:
+        step, config = self.learner.step, self.config
+        row = {"step": step, "seconds": time.time() - self.rl_start} | batch_metrics(batch, step)
+        with self.clock.span("forward, backward, step"):
+            row |= self.learner.update(batch)
+        version = self.learner.step
+        if version % config.sync_every == 0:
+            with self.clock.span("publish"):
+                self.publish(named_weights(self.learner.model), version)
+        self.trained += sum(map(len, batch))
+        self.stale.append((row["staleness"], row["staleness_max"]))
+        if config.eval_every and version % config.eval_every == 0:
+            row["accuracy"] = self._evaluate()
+        board = self.child.board
+        row["trained"], row["generated"] = self.trained, self.source.generated()
+        row["busy_trainer"], row["busy_searchers"] = self._busy(), board.of_searchers("busy")
+        row["seconds_after"] = time.time() - self.rl_start
+        board.set(Board.TRAINER, "busy", row["busy_trainer"])
+        board.set(Board.TRAINER, "alive", time.time())
+        self.file.write(row)
+        self.child.tell("row", row)
+
+    def _evaluate(self) -> float:
+        with self.clock.span("evaluate"):
+            accuracy, examples = self.evaluate()
+        seconds = time.time() - self.rl_start if self.rl_start else 0.0
+        self.accuracies.append((self.learner.step, seconds, accuracy))
+        self.child.tell("accuracy", {"step": self.learner.step, "accuracy": accuracy, "examples": examples})
+        return accuracy
+
+    def _summary(self, before: float, seconds: float, busy: float) -> dict:
+        last = [a for _, _, a in self.accuracies[1:]][-3:]
+        return {
+            "steps": self.learner.step,
+            "accuracy_before": before,
+            "accuracy_after": float(np.mean(last)) if last else before,  # mean of the last three evaluations
+            "evaluations": self.accuracies,
+            "seconds_rl": seconds,
+            "seconds_evaluating": self.clock.seconds["evaluate"],
+            "trajectories_generated": self.source.generated(),
+            "trajectories_trained": self.trained,
+            "staleness_mean": float(np.mean([m for m, _ in self.stale])) if self.stale else 0.0,
+            "staleness_max": max([m for _, m in self.stale], default=0.0),
+            "busy_trainer": busy,
+            "seconds_trainer": dict(self.clock.seconds),
+        }
+
+
+def save_policy(model, tokenizer, folder: Path) -> None:
+    """Write the policy as a Hugging Face folder that transformers and vLLM load."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main(child, config, folder: str, out: Path, weight_pipes: list, buffer_proxy) -> None:
+    """Body of the trainer's process (child.py starts it)."""
+    from tasks import load_task
+
+    clock, board = child.clock, child.board
+    torch.manual_seed(config.seed)
+    with clock.span("load"):
+        task, model = load_task(config.task), load_policy(folder, child.device, trainable=True)
+        evaluate = Evaluator(model, folder, task, config)
+    pad = evaluate.tokenizer.pad_token_id or 0
+    learner = Learner(model, config, pad)
+    if config.sync == "onpolicy":
+        import searcher
+
+        policy = model if config.engine == "hf" else None
+        source = OnPolicy(searcher.build(config, folder, child.device, 0, 0, clock, policy), model, config, board)
+        publish = _publish_to_nobody
+    else:
+        weights = SharedWeights.like(named_weights(model))
+        weights.publish(named_weights(model), 0)
+        for pipe in weight_pipes:
+            pipe.send(weights)  # torch.multiprocessing sends the memory's file descriptor, not its bytes
+        source = (Barrier if config.sync == "barrier" else Prefetch)(RemoteBuffer(buffer_proxy), config, board)
+        publish = weights.publish
+    log.info("trainer: ready after %.1f s", time.time() - child.started)
+    trainer = Trainer(child, config, out, learner, evaluate, source, publish)
+    summary = trainer.run()
+    save_policy(model, evaluate.tokenizer, out / "checkpoints" / f"step-{learner.step}")
+    child.tell("done", summary)
+
+
+def _publish_to_nobody(named_tensors, version: int) -> None:
+    """onpolicy: the one process that generates takes the weights itself."""
