@@ -10,12 +10,53 @@ best reward minus beta * KL(pi_theta || pi_ref). That holds whoever wrote the an
 Source: TBA (arXiv 2503.18929), section 3.2, equations 4 and 5; Malkin et al. 2022 (arXiv 2201.13259).
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax(logits / temperature) at the given tokens, tile by tile, so that no second [N, T, V] is ever held
+    but the gradient itself. Saved for backward are the logits, which live anyhow, and one number a token.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)  # fp32, float64 where the logits are
+        log_norm = torch.empty(tokens.shape, dtype=wide, device=logits.device)  # [N, T]
+        for tile in _tiles(logits):
+            log_norm[tile] = (logits[tile].to(wide) / temperature).logsumexp(-1)
+        ctx.save_for_backward(logits, tokens, log_norm)
+        ctx.temperature = temperature
+        return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).to(wide) / temperature - log_norm
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens, log_norm = ctx.saved_tensors
+        grad = (grad / ctx.temperature).unsqueeze(-1)  # [N, T, 1]
+        out = torch.empty_like(logits)
+        for tile in _tiles(logits):  # d log p(token) / d logits = (one-hot(token) - p) / temperature
+            p = (logits[tile].to(log_norm.dtype) / ctx.temperature).sub_(log_norm[tile].unsqueeze(-1)).exp_()
+            out[tile] = p.mul_(-grad[tile]).scatter_add_(-1, tokens[tile].unsqueeze(-1), grad[tile])
+        return out, None, None
+
+
+def _tiles(logits: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cut [N, T] into rectangles, each with at most 1/128 of the logits or 2^18 of them (but at least one row)."""
+    n, t, v = logits.shape
+    most = max(logits.numel() // 128, 2**18) // max(v, 1)  # tokens
+    wide = max(1, min(t, most))
+    high = max(1, most // wide)
+    return ((slice(i, i + high), slice(j, j + wide)) for i in range(0, n, high) for j in range(0, t, wide))
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each given token at the sampling temperature, in fp32.
+    """Log-probability of each given token at the sampling temperature, in fp32 (float64 for float64 logits).
+
+    With its gradient, which has the logits' dtype, it needs one copy of the logits beside them, not several.
 
     Args:
         logits: [N, T, V], those that predict `tokens`, any floating dtype.
@@ -24,10 +65,13 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 
     Returns:
         [N, T] nats.
+
+    Raises:
+        ValueError: when the shapes are others.
     """
-    scaled = logits.float() / temperature
-    chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
+    if logits.ndim != 3 or tokens.shape != logits.shape[:2]:
+        raise ValueError(f"need [N, T, V] and [N, T], got {tuple(logits.shape)} and {tuple(tokens.shape)}")
+    return _TokenLogprobs.apply(logits, tokens, temperature)
 
 
 def sequence_logprobs(token_logp: Tensor, lengths: Tensor) -> Tensor:
@@ -62,7 +106,8 @@ def tb_loss(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float, log_z:
     Args:
         log_pi, log_ref, reward: [P, K], a row for each prompt.
         beta: KL coefficient, above 0.
-        log_z: [P] learned log partition function; None estimates it by VarGrad.
+        log_z: [P] learned log partition function, which gets a gradient too (the mean residual of its prompt draws
+            it to VarGrad's estimate); None estimates it by VarGrad.
 
     Returns:
         Scalar, nats squared. At small beta, values of 1e3 to 1e4 are normal; beta^2 * loss is in reward units.
