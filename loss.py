@@ -45,9 +45,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _tiles(logits: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut [N, T] into rectangles, each with at most 1/128 of the logits or 2^18 of them (but at least one row)."""
+    """Cut [N, T] into rectangles, each with at most 1/256 of the logits or 2^18 of them (but at least one row)."""
     n, t, v = logits.shape
-    most = max(logits.numel() // 128, 2**18) // max(v, 1)  # tokens
+    most = max(logits.numel() // 256, 2**18) // max(v, 1)  # tokens
     wide = max(1, min(t, most))
     high = max(1, most // wide)
     return ((slice(i, i + high), slice(j, j + wide)) for i in range(0, n, high) for j in range(0, t, wide))
