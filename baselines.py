@@ -18,20 +18,18 @@ import torch
 from torch import Tensor
 
 
-def _check(form: str, lengths: Tensor | None = None, **tensors: Tensor) -> None:
-    """Refuse tensors that are not all of the given form, `[P, K]` or `[P, K, T]`, and lengths that are not [P, K]."""
+def _check(form: str, **tensors: Tensor) -> None:
+    """Refuse tensors that are not all of the given form: `[P, K]`, `[P, K, T]` or `[N, T]`."""
     shapes = [tuple(t.shape) for t in tensors.values()]
     if len(set(shapes)) != 1 or len(shapes[0]) != form.count(",") + 1:
         raise ValueError(f"{', '.join(tensors)} must all be {form}, got {shapes}")
-    if lengths is not None and tuple(lengths.shape) != shapes[0][:-1]:
-        raise ValueError(
-            f"lengths must be {list(shapes[0][:-1])}, a number for each answer, got {tuple(lengths.shape)}"
-        )
 
 
-def _check_reward(reward: Tensor, lengths: Tensor) -> None:
-    if reward.shape != lengths.shape:
-        raise ValueError(f"reward must be [P, K] like lengths, {tuple(lengths.shape)}, got {tuple(reward.shape)}")
+def _check_each(form: str, shape: torch.Size, **tensors: Tensor) -> None:
+    """Refuse tensors that are not of the given shape, whose form is `[P, K]` or `[N]`."""
+    for name, tensor in tensors.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {form} = {list(shape)}, got {tuple(tensor.shape)}")
 
 
 def _inside(lengths: Tensor, width: int) -> Tensor:
@@ -104,8 +102,8 @@ def grpo_loss(
     Source: Shao et al. 2024 (arXiv 2402.03300), equation 3; Liu et al. 2025 (arXiv 2503.20783).
     Needs, that TB doesn't: log mu of every token, and a mu that is near: a clipped token learns nothing.
     """
-    _check("[P, K, T]", lengths, log_pi=log_pi, log_mu=log_mu)
-    _check_reward(reward, lengths)
+    _check("[P, K, T]", log_pi=log_pi, log_mu=log_mu)
+    _check_each("[P, K]", log_pi.shape[:2], reward=reward, lengths=lengths)
     advantage = _centred(reward)
     if not dr:
         advantage = advantage / (advantage.square().mean(1, keepdim=True).sqrt() + 1e-4)
@@ -154,9 +152,7 @@ def vtrace(
     _check("[N, T]", log_rho=log_rho, values=values, rewards=rewards, discounts=discounts)
     n, width = values.shape
     lengths = torch.full((n,), width, device=values.device) if lengths is None else lengths
-    for name, of_sequence in (("bootstrap", bootstrap), ("lengths", lengths)):
-        if tuple(of_sequence.shape) != (n,):
-            raise ValueError(f"{name} must be [N] = [{n}], got {tuple(of_sequence.shape)}")
+    _check_each("[N]", values.shape[:1], bootstrap=bootstrap, lengths=lengths)
     inside = _inside(lengths, width)
     values = torch.where(inside, values, bootstrap.unsqueeze(1))  # so that bootstrap follows the last action
     rewards, discounts = rewards.masked_fill(~inside, 0.0), discounts.masked_fill(~inside, 0.0)
@@ -187,8 +183,8 @@ def vtrace_loss(
     Source: Espeholt et al. 2018 (arXiv 1802.01561), section 4.2.
     Needs, that TB doesn't: log mu of every token and a critic.
     """
-    _check("[P, K, T]", lengths, log_pi=log_pi, log_mu=log_mu, values=values)
-    _check_reward(reward, lengths)
+    _check("[P, K, T]", log_pi=log_pi, log_mu=log_mu, values=values)
+    _check_each("[P, K]", log_pi.shape[:2], reward=reward, lengths=lengths)
     outside = ~_inside(lengths, log_pi.shape[-1])  # [P, K, T]
     log_pi, log_mu, values = (x.masked_fill(outside, 0.0) for x in (log_pi, log_mu, values))
     last = torch.arange(log_pi.shape[-1], device=lengths.device) == lengths.unsqueeze(-1) - 1  # an answer's last token
