@@ -1,0 +1,146 @@
+"""The trainer's own update on a tiny Llama, against float64 worked out answer by answer: no padding, no batch."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from buffer import Trajectory
+from config import Config
+from trainer import Learner
+
+BETA, TEMPERATURE, EOS, VOCABULARY = 0.3, 0.7, 1, 11
+PROMPTS = [[5, 6], [7, 2, 9, 4, 3], [8, 8, 2]]  # ragged
+RESPONSES = [  # ragged: K = 4 for each; with and without an end, two ends, one token, none
+    [[3, 4, EOS], [EOS], [5, 2, 9, 7, 6], [4, 4, 4, EOS]],
+    [[], [6, EOS], [2, 3, 4, 5, EOS], [9]],
+    [[10, EOS, EOS], [2, 2], [3, EOS], [7, 8, 9, EOS]],
+]
+REWARDS = [[1.0, 0.0, 0.5, -0.3], [0.0, 1.0, 0.2, 0.9], [0.7, 0.7, 0.7, 0.7]]  # the last are all equal
+
+
+def tiny_model(seed):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def answer_logprobs(model, prompt, response):
+    """[T] log-probabilities of one answer's tokens, one forward pass, from log-softmax to gather."""
+    if not response:
+        return torch.zeros(0, dtype=torch.float64)
+    logits = model(torch.tensor([prompt + response])).logits[0]
+    every = (logits / TEMPERATURE).log_softmax(-1)
+    return torch.stack([every[len(prompt) + t - 1, token] for t, token in enumerate(response)])
+
+
+def a_batch():
+    """P = 3 groups of K = 4 by a behaviour policy that is neither pi nor pi_ref."""
+    mu, ref = tiny_model(1).double(), tiny_model(2).double()
+    groups = []
+    with torch.no_grad():
+        for p, (prompt, responses) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+            groups.append([])
+            for k, response in enumerate(responses):
+                log_mu = answer_logprobs(mu, prompt, response).numpy().astype(np.float32)
+                log_ref = float(answer_logprobs(ref, prompt, response).sum())
+                reason = "stop" if response[-1:] == [EOS] else "length"
+                prompt_ids, ids = np.array(prompt, np.int32), np.array(response, np.int32)
+                groups[-1].append(
+                    Trajectory((0, 0, 4 * p + k), p, prompt_ids, ids, reason, REWARDS[p][k], log_ref, log_mu, 0, 0, 0)
+                )
+    return groups
+
+
+def true_update(model, groups):
+    """Loss (nats squared) and the gradient of beta^2 * loss by name, in float64."""
+    model = copy.deepcopy(model).double()
+    loss = 0.0
+    for group in groups:
+        u = []
+        for t in group:
+            log_pi = answer_logprobs(model, t.prompt.tolist(), t.response.tolist()).sum()
+            u.append(t.log_ref + t.reward / BETA - log_pi)
+        log_z = sum(u).detach() / len(u)
+        loss = loss + sum((log_z - x) ** 2 for x in u) / len(u) / len(groups)
+    (BETA**2 * loss).backward()
+    return float(loss), {name: p.grad for name, p in model.named_parameters()}
+
+
+def update_once(micro_batch_tokens=8192, pad=EOS, grad_clip=0.0):
+    """One update of the real Learner, with plain SGD at a rate of 1, so that the step is minus the gradient."""
+    model = tiny_model(0)
+    before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+    config = Config(
+        beta=BETA,
+        temperature=TEMPERATURE,
+        lr=1.0,
+        warmup_steps=0,
+        grad_clip=grad_clip,
+        micro_batch_tokens=micro_batch_tokens,
+        prompts_per_batch=3,
+        samples_per_prompt=4,
+    )
+    learner = Learner(model, config, pad)
+    learner.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    metrics = learner.update(a_batch())
+    steps = {name: before[name] - p.detach().double() for name, p in model.named_parameters()}
+    return metrics, steps
+
+
+def check(metrics, steps):
+    loss, gradient = true_update(tiny_model(0), a_batch())
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    for name, want in gradient.items():
+        np.testing.assert_allclose(steps[name], want, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert max(float(g.abs().max()) for g in gradient.values()) > 0.1  # there is something to compare
+
+
+def test_an_update_is_the_gradient_of_tb():
+    check(*update_once())
+
+
+def test_micro_batches_change_nothing():
+    check(*update_once(micro_batch_tokens=1))  # one group each, and each with a width of its own
+
+
+def test_which_token_pads_is_nothing():
+    check(*update_once(pad=0))
+
+
+def test_the_batch_is_off_policy():
+    """mu is far from pi, and weights, means or masks that don't belong would be seen."""
+    model = tiny_model(0).double()
+    with torch.no_grad():
+        ratios = [
+            float(answer_logprobs(model, t.prompt.tolist(), t.response.tolist()).sum()) - float(t.log_mu.sum())
+            for group in a_batch()
+            for t in group
+        ]
+    assert max(ratios) > 0.5 and min(ratios) < -0.5
+
+
+def test_clipping_scales_the_step():
+    metrics, steps = update_once(grad_clip=0.01)
+    _, gradient = true_update(tiny_model(0), a_batch())
+    norm = sum(float(g.square().sum()) for g in gradient.values()) ** 0.5
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for name, want in gradient.items():
+        np.testing.assert_allclose(steps[name], 0.01 / norm * want, rtol=1e-2, atol=1e-6, err_msg=name)
