@@ -127,6 +127,7 @@ def test_learned_log_z_from_logits_to_gradient():
     log_pi = true_log_pi(b)
     close(loss, true_loss(log_pi, b.log_ref, b.reward, BETA, b.log_z))
     close(t.logits.grad, true_gradient(b, BETA, b.log_z))
+    assert t.log_z.grad is not None
     close(t.log_z.grad, slope(lambda z: true_loss(log_pi, b.log_ref, b.reward, BETA, z), b.log_z), rtol=1e-7)
 
 
@@ -338,9 +339,13 @@ def test_bf16_logits_have_an_fp32_log_softmax():
 
 
 MEMORY = """
-import resource, sys
+import sys
 import torch
 from loss import token_logprobs
+
+def resident(which):  # bytes; getrusage's peak would be inherited from the parent
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(which)) * 1024
 
 def naive(logits, tokens, temperature):
     return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -354,10 +359,9 @@ dtype = getattr(torch, sys.argv[2])
 tokens = torch.randint(150_000, (int(sys.argv[3]), 64))
 run(f, torch.zeros(1, 2, 100, dtype=dtype, requires_grad=True), tokens[:1, :2] % 100)  # load what is loaded lazily
 logits = torch.empty(*tokens.shape, 150_000, dtype=dtype).normal_().requires_grad_()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = resident("VmRSS")
 run(f, logits, tokens)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * 1024, logits.numel() * logits.element_size())
+print(resident("VmHWM") - before, logits.numel() * logits.element_size())
 """
 
 
@@ -369,7 +373,7 @@ def memory(function, dtype, n):
     return int(added), int(logits)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in kB on Linux alone")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_large_vocabulary_needs_one_copy_of_the_logits(dtype):
     """The gradient is that copy: 307 MB in fp32, 154 in bf16. 16 MB are for tiles and the allocator."""
@@ -377,10 +381,10 @@ def test_a_large_vocabulary_needs_one_copy_of_the_logits(dtype):
     assert added < logits + 16e6
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in kB on Linux alone")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_measurement_of_memory_sees_copies():
     added, logits = memory("naive", "float32", 2)
-    assert added > logits + 16e6
+    assert added > 2 * logits
 
 
 # --- masks ----------------------------------------------------------------------------------------------------------
