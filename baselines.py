@@ -55,7 +55,7 @@ def rloo_loss(log_pi: Tensor, reward: Tensor) -> Tensor:
     k = reward.shape[1]
     if k < 2:
         raise ValueError(f"rloo_loss needs at least 2 answers per prompt, got K = {k}")
-    advantage = _centred(reward) * (k / (k - 1))  # = r_i - mean of the others
+    advantage = _centred(reward).detach() * (k / (k - 1))  # = r_i - mean of the others
     return -(advantage * log_pi).mean()
 
 
@@ -104,7 +104,7 @@ def grpo_loss(
     """
     _check("[P, K, T]", log_pi=log_pi, log_mu=log_mu)
     _check_each("[P, K]", log_pi.shape[:2], reward=reward, lengths=lengths)
-    advantage = _centred(reward)
+    advantage = _centred(reward).detach()
     if not dr:
         advantage = advantage / (advantage.square().mean(1, keepdim=True).sqrt() + 1e-4)
     advantage = advantage.unsqueeze(-1)  # [P, K, 1]

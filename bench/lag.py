@@ -135,6 +135,12 @@ def machine() -> dict:
     }
 
 
+def one_row_a_line(result: dict) -> str:
+    """JSON that a diff can be read of."""
+    head = json.dumps(result | {"rows": []}, indent=1).removesuffix("[]\n}")
+    return head + "[\n" + ",\n".join(json.dumps(row) for row in result["rows"]) + "\n]}\n"
+
+
 def cell(kl: float | None) -> str:
     return "diverged" if kl is None else f"{kl:.2g}"
 
@@ -174,7 +180,7 @@ def main() -> None:
     settings["optimizers"] = {name: words for name, (words, _) in OPTIMIZERS.items()}
     result = {"machine": machine() | {"seconds": round(time.time() - began)}, "settings": settings, "rows": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.write_text(one_row_a_line(result))
 
 
 if __name__ == "__main__":

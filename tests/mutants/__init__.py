@@ -108,7 +108,11 @@ VARIANTS = [
         [(LOSS, LOSS.replace(".square().mean()", ".mean().square()"))],
     ),
     Mutant("absolute residual", "loss.py", [(LOSS, LOSS.replace(".square()", ".abs()"))]),
-    Mutant("RLOO with the group mean", "baselines.py", [("_centred(reward) * (k / (k - 1))", "_centred(reward)")]),
+    Mutant(
+        "RLOO with the group mean",
+        "baselines.py",
+        [("_centred(reward).detach() * (k / (k - 1))", "_centred(reward).detach()")],
+    ),
     Mutant(
         "frozen KL not frozen",
         "baselines.py",
