@@ -107,10 +107,13 @@ class ReplayBuffer:
         with self._lock:
             groups: dict[int, list[tuple]] = {}
             for t in trajectories:
+                if t.uid in self._stored:  # sent twice
+                    self._counts["duplicates"] += 1
+                    continue
                 self._store(t)
                 groups.setdefault(t.prompt_id, []).append(t.uid)
             self._recent.extend(groups.values())
-            self._counts["added"] += len(trajectories)
+            self._counts["added"] += sum(map(len, groups.values()))
             while len(self._stored) > self.capacity:
                 self._remove(next(iter(self._stored.values())))
                 self._counts["evicted"] += 1

@@ -47,7 +47,7 @@ class Config:
     """CPU threads of each process (onpolicy: of the one process). 0: the machine's cores shared out evenly."""
 
     # --- how long ---------------------------------------------------------------------------------------------
-    steps: int = 200
+    steps: int = 300
     """Trainer updates."""
     max_seconds: float = 55.0
     """Wall-clock limit of the RL phase in seconds, evaluations included; 0 is none."""
@@ -59,7 +59,7 @@ class Config:
     """Prompts that are evaluated on. Choose hyperparameters on `validation`, report `heldout`."""
 
     # --- the objective ----------------------------------------------------------------------------------------
-    beta: float = 0.25
+    beta: float = 0.1
     """KL coefficient [beta], reward units per nat: the optimum is pi_ref * exp(reward / beta)."""
     beta_final: float | None = None
     """KL coefficient at the end of its schedule. Default: beta, that is, no schedule."""
@@ -87,7 +87,7 @@ class Config:
     """Peak learning rate of AdamW."""
     warmup_steps: int = 5
     """Trainer updates in which the learning rate rises linearly to its peak."""
-    decay_steps: int = 0
+    decay_steps: int = 250
     """Last trainer updates, in which it falls linearly to a tenth (the updates between are the stable phase)."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW."""
@@ -173,7 +173,7 @@ def resolve(config: Config) -> Config:
 
 
 def _check_numbers(c: Config) -> None:
-    batch = c.prompts_per_batch * c.samples_per_prompt
+    batch = c.prompts_per_batch * c.S
     rules = [  # (option, value, what must hold, in words)
         ("--gpus", c.gpus, c.gpus >= 0, "0 or more"),
         ("--searchers", c.searchers, c.sync == "onpolicy" or c.searchers >= 1, "at least 1"),
@@ -199,7 +199,12 @@ def _check_numbers(c: Config) -> None:
         ("--grad-clip", c.grad_clip, c.grad_clip >= 0, "0 (no clipping) or more"),
         ("--recency-prob", c.recency_prob, 0 <= c.recency_prob <= 1, "a probability, 0 to 1"),
         ("--recent-groups", c.recent_groups, c.recent_groups >= 1, "at least 1"),
-        ("--buffer-capacity", c.buffer_capacity, c.buffer_capacity >= batch, f"at least a batch, P*K = {batch}"),
+        (
+            "--buffer-capacity",
+            c.buffer_capacity,
+            c.buffer_capacity >= batch,
+            f"at least a batch as generated, P*S = {batch}",
+        ),
         ("--per-prompt-capacity", c.per_prompt_capacity, c.per_prompt_capacity >= c.S, f"at least S = {c.S}"),
         ("--replay-ratio", c.replay_ratio, c.replay_ratio > 0, "above 0"),
         ("--sync-every", c.sync_every, c.sync_every >= 1, "at least 1"),

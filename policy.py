@@ -23,7 +23,13 @@ class Tokens:
 
 
 def collate(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], pad: int, device: str = "cpu") -> Tokens:
-    """Pad prompts [L_i] and answers [T_i] to rectangles. Which token pads does not matter."""
+    """Pad prompts [L_i] and answers [T_i] to rectangles. Which token pads does not matter.
+
+    Raises:
+        ValueError: when a prompt is empty.
+    """
+    if not all(map(len, prompts)):
+        raise ValueError("a prompt is empty: nothing predicts the first token of its answer")
     lengths = [len(r) for r in responses]
     start, width = max(map(len, prompts)), max(1, *lengths)
     ids = np.full((len(prompts), start + width), pad, np.int64)
@@ -47,7 +53,8 @@ def response_logprobs(model, tokens: Tokens, temperature: float) -> torch.Tensor
         extra = {"attention_mask": tokens.mask, "position_ids": (tokens.mask.cumsum(1) - 1).clamp(min=0)}
     answers = tokens.ids[:, tokens.start :]  # [N, T]
     keep = answers.shape[1] + 1  # the prompt's last token predicts the answer's first
-    logits = model(tokens.ids, use_cache=False, logits_to_keep=keep, **extra).logits[:, :-1]  # [N, T, V]
+    with torch.autocast(answers.device.type, torch.bfloat16, enabled=answers.is_cuda):  # weights stay fp32
+        logits = model(tokens.ids, use_cache=False, logits_to_keep=keep, **extra).logits[:, :-1]  # [N, T, V]
     return token_logprobs(logits, answers, temperature)
 
 

@@ -2,7 +2,7 @@
 
 TBA starts from a supervised model that is right on a part of the problems (40 % on GSM8K), so that RL has something
 to do. Ours is a Llama of 345k parameters that first learns addition from right answers, and then sees demonstrations
-whose writer forgets every carry in 65 % of the answers. Read greedily it then forgets carries too, and about a third of
+whose writer forgets every carry in 70 % of the answers. Read greedily it then forgets carries too, and about a third of
 the problems have none. RL has to bring the right procedure back, not to discover addition.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*/=() ?"]
-RIGHT_STEPS, CARELESS_STEPS, BATCH, LR, DECAY_SHARE, CARELESS = 240, 80, 256, 3e-3, 0.3, 0.65
-RECIPE = 1  # raise it when the recipe changes: it names the cached folder
+CARELESS = 0.7  # share of the careless demonstrations in which the carries are forgotten
+RECIPE = 5  # raise it when the recipe changes: it names the cached folder
 
 
 def start_model_path(config) -> Path:
@@ -91,27 +91,35 @@ def demonstration(task, rng: np.random.Generator, careless: float) -> str:
     return prompt + (without_carries(prompt) if rng.random() < careless else task.solve(prompt))
 
 
+def supervise(model, tokenizer, task, rng, careless: float, steps: int, batch: int, rate) -> None:
+    """Supervised learning on fresh demonstrations with AdamW; `rate(step)` is its learning rate."""
+    import torch
+
+    # a short memory of squared gradients: what matters here, the carry, is learnt all of a sudden
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
+    for step in range(steps):
+        lines = [demonstration(task, rng, careless) for _ in range(batch)]
+        ids = torch.tensor(tokenizer(lines, add_special_tokens=False)["input_ids"])
+        ids = torch.cat([ids, torch.full((batch, 1), tokenizer.eos_token_id)], 1)  # [batch, 10]
+        logits = model(ids, use_cache=False).logits[:, 5:-1]  # those that predict the answer and its end
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def make_start_model(task, folder: Path, seed: int) -> None:
-    """Supervised learning with AdamW: right answers, then partly careless ones; the rate falls at the end."""
+    """First right answers (warm-up, stable, decay), until all is right; then careless ones (decay)."""
     import torch
 
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer, model = make_tokenizer(), make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    steps = RIGHT_STEPS + CARELESS_STEPS
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (steps - s) / (DECAY_SHARE * steps)))
-    for step in range(steps):
-        careless = CARELESS if step >= RIGHT_STEPS else 0.0
-        lines = [demonstration(task, rng, careless) for _ in range(BATCH)]
-        ids = torch.tensor(tokenizer(lines, add_special_tokens=False)["input_ids"])
-        ids = torch.cat([ids, torch.full((BATCH, 1), tokenizer.eos_token_id)], 1)  # [BATCH, 10]
-        logits = model(ids, use_cache=False).logits[:, 5:-1]  # those that predict the answer and its end
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+    right = lambda step: 1.5e-3 * min(1.0, (step + 1) / 50) * max(0.1, min(1.0, (1050 - step) / 300))  # noqa: E731
+    supervise(model, tokenizer, task, rng, careless=0.0, steps=1050, batch=64, rate=right)
+    forget = lambda step: 5e-4 * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / 60)  # noqa: E731
+    supervise(model, tokenizer, task, rng, careless=CARELESS, steps=60, batch=256, rate=forget)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

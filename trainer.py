@@ -96,8 +96,7 @@ class Learner:
         device, shape = self.model.device, (len(groups), len(groups[0]))  # P, K
         flat = [t for group in groups for t in group]
         tokens = collate([t.prompt for t in flat], [t.response for t in flat], self.pad, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            token_logp = response_logprobs(self.model, tokens, self.config.temperature)  # [P*K, T]
+        token_logp = response_logprobs(self.model, tokens, self.config.temperature)  # [P*K, T]
         log_pi = sequence_logprobs(token_logp, tokens.lengths).view(shape)  # [P, K]
         log_ref, reward = group_tensors(groups, device)
         loss = tb_loss(log_pi, log_ref, reward, beta)
@@ -105,7 +104,7 @@ class Learner:
             log_z = vargrad_log_z(log_pi, log_ref, reward, beta)
             log_mu = torch.tensor([[float(t.log_mu.sum()) for t in g] for g in groups], device=device)
             metrics = {
-                "loss": loss,
+                "loss": loss.detach(),
                 "residual": tb_residual(log_pi, log_ref, reward, log_z, beta).abs().mean() * beta,
                 "log_z": log_z.mean() * beta,
                 "kl_ref": (log_pi - log_ref).mean(),
