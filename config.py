@@ -59,6 +59,16 @@ class Config:
     """Prompts that are evaluated on. Choose hyperparameters on `validation`, report `heldout`."""
 
     # --- the objective ----------------------------------------------------------------------------------------
+    loss: Literal["tb", "tba_prime", "rloo", "grpo", "frozen_kl", "vtrace"] = "tb"
+    """Objective: trajectory balance, or one that it is compared with (baselines.py; README says which one when)."""
+    log_z: Literal["vargrad", "learned"] = "vargrad"
+    """log Z of TB: the group's own estimate, or a head on the policy's last hidden state at the end of the prompt."""
+    lr_head: float = 3e-3
+    """Learning rate of that head, and of the critic of vtrace."""
+    ref_reset_every: int = 50
+    """Trainer updates after which tba_prime makes the policy its reference [rho]."""
+    dr_grpo: bool = False
+    """grpo without its two normalisers, the group's standard deviation and the answer's length (Dr. GRPO)."""
     beta: float = 0.1
     """KL coefficient [beta], reward units per nat: the optimum is pi_ref * exp(reward / beta)."""
     beta_final: float | None = None
@@ -193,6 +203,8 @@ def _check_numbers(c: Config) -> None:
         ("--beta-steps", c.beta_steps, c.beta_steps >= 0, "0 or more"),
         ("--temperature", c.temperature, c.temperature > 0, "above 0"),
         ("--lr", c.lr, c.lr > 0, "above 0"),
+        ("--lr-head", c.lr_head, c.lr_head > 0, "above 0"),
+        ("--ref-reset-every", c.ref_reset_every, c.ref_reset_every >= 1, "at least 1"),
         ("--warmup-steps", c.warmup_steps, c.warmup_steps >= 0, "0 or more"),
         ("--decay-steps", c.decay_steps, 0 <= c.decay_steps <= c.steps, f"0 to --steps, {c.steps}"),
         ("--weight-decay", c.weight_decay, c.weight_decay >= 0, "0 or more"),

@@ -96,22 +96,22 @@ class VllmEngine(Engine):
             "num_gpu_blocks_override": sampling.in_flight * -(-length // block) + 16,
         }
         gpu_options = {"dtype": "bfloat16", "gpu_memory_utilization": memory}
-        self._llm = LLM(
-            model=folder,
-            skip_tokenizer_init=True,  # token ids in, token ids out
-            enforce_eager=on_cpu,  # compiling costs 46 s there and gains 15 %
-            max_model_len=length,
-            max_num_seqs=sampling.in_flight,
-            max_num_batched_tokens=max(8192, length),
-            enable_prefix_caching=False,
-            logprobs_mode="processed_logprobs",  # at the sampling temperature; the default ignores it
-            weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            seed=sampling.seed,
-            **((cpu_options if on_cpu else gpu_options) | options),
-        )
+        common = {
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "enforce_eager": on_cpu,  # compiling costs 46 s there and gains 15 %
+            "max_model_len": length,
+            "max_num_seqs": sampling.in_flight,
+            "max_num_batched_tokens": max(8192, length),
+            "enable_prefix_caching": False,
+            "logprobs_mode": "processed_logprobs",  # at the sampling temperature; the default ignores it
+            "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "seed": sampling.seed,
+        }
+        self._llm = LLM(model=str(folder), **(common | (cpu_options if on_cpu else gpu_options) | options))
         self._engine = self._llm.llm_engine
+        self.caches_prefixes = bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
         self._sampling = sampling
         self._ids = itertools.count()
         self._keys: dict[str, int] = {}
@@ -148,11 +148,17 @@ class VllmEngine(Engine):
 
         Args:
             named_tensors: all parameters, under their (unfused) Hugging Face names.
+
+        Raises:
+            RuntimeError: when a layer kept its old weights, or vLLM its prefix cache (which it keeps while requests
+                run: with caching on, let them end first).
         """
         rpc = self._engine.collective_rpc
         rpc("start_weight_update")
         rpc("update_weights", args=({"named_tensors": list(named_tensors)},))
         rpc("finish_weight_update")
+        if self.caches_prefixes and not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: later answers would read keys of older weights")
 
 
 def _answer(completion) -> Answer:

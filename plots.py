@@ -31,7 +31,7 @@ def reward_and_accuracy(rows: list[dict], start: float):
 
 def loss(rows: list[dict]):
     """Trajectory-balance loss in reward units over trainer updates."""
-    scaled = [r["loss"] * r["beta"] ** 2 for r in rows]
+    scaled = [r["imbalance"] for r in rows]
     figure, axes = _axes(f"The imbalance goes from {scaled[0]:.3f} to {scaled[-1]:.4f}", "β² · TB loss [reward²]")
     axes.plot([r["step"] for r in rows], scaled, color=COLOURS["loss"])
     if min(scaled) > 0:

@@ -48,14 +48,25 @@ def collate(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], pad:
 
 def response_logprobs(model, tokens: Tokens, temperature: float) -> torch.Tensor:
     """log pi of each answer token given prompt and answer so far. -> [N, T] nats; padded positions hold anything."""
+    return logprobs_and_states(model, tokens, temperature, states=False)[0]
+
+
+def logprobs_and_states(
+    model, tokens: Tokens, temperature: float, states: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log pi of each answer token [N, T], and the last hidden state before each, [N, T, H]; the first is the prompt's.
+
+    The states are detached and fp32: heads that read them (log Z, critic) do not reshape the policy.
+    """
     extra = {}
     if tokens.mask is not None:
         extra = {"attention_mask": tokens.mask, "position_ids": (tokens.mask.cumsum(1) - 1).clamp(min=0)}
     answers = tokens.ids[:, tokens.start :]  # [N, T]
     keep = answers.shape[1] + 1  # the prompt's last token predicts the answer's first
     with torch.autocast(answers.device.type, torch.bfloat16, enabled=answers.is_cuda):  # weights stay fp32
-        logits = model(tokens.ids, use_cache=False, logits_to_keep=keep, **extra).logits[:, :-1]  # [N, T, V]
-    return token_logprobs(logits, answers, temperature)
+        out = model(tokens.ids, use_cache=False, logits_to_keep=keep, output_hidden_states=states, **extra)
+    logp = token_logprobs(out.logits[:, :-1], answers, temperature)  # from [N, T, V]
+    return logp, out.hidden_states[-1][:, tokens.start - 1 : -1].detach().float() if states else None
 
 
 def load_policy(folder: str, device: str = "cpu", trainable: bool = False):

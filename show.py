@@ -53,7 +53,7 @@ class Screen:
         self._now = [
             str(row["step"] + 1),
             f"{seconds:.1f}",
-            f"{row['loss'] * row['beta'] ** 2:.4f}",
+            f"{row['imbalance']:.4f}",
             f"{row['reward']:.3f}",
             f"{self.accuracy:.3f}" if evaluated else "",
             f"{row['staleness']:.1f}",

@@ -5,6 +5,7 @@ Where its batches come from is the only thing that the three ways of `--sync` di
 k updates, nothing fetched ahead), `OnPolicy` (generate with the newest weights, here, in this process).
 """
 
+import copy
 import logging
 import queue
 import threading
@@ -13,12 +14,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from buffer import RemoteBuffer, ReplayBuffer, Trajectory
+import baselines
+from buffer import RemoteBuffer, ReplayBuffer, Trajectory, pack
 from engine import HfEngine, Sampling
 from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
 from metrics import Board, Clock, JsonLines
-from policy import collate, load_policy, load_tokenizer, named_weights, response_logprobs, stop_tokens
+from policy import (
+    collate,
+    load_policy,
+    load_tokenizer,
+    logprobs_and_states,
+    named_weights,
+    response_logprobs,
+    stop_tokens,
+)
 from weights import SharedWeights
 
 log = logging.getLogger("tba_min.trainer")
@@ -55,32 +66,43 @@ def group_tensors(groups: Batch, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Learner:
-    """Policy, optimizer and one update.
+    """Policy, optimizer and one update by the objective that the configuration names.
 
     Args:
         model: the policy, fp32 master weights.
-        config: lr and its schedule, beta and its schedule, temperature, micro_batch_tokens, grad_clip.
+        config: loss and its options, lr and its schedule, beta and its schedule, temperature, micro_batch_tokens.
         pad: token id for padding; any will do.
     """
 
     def __init__(self, model, config, pad: int) -> None:
         self.model, self.config, self.pad, self.step = model, config, pad, 0
+        self.head: torch.nn.Linear | None = None  # V(x), reward units: log Z(x) = V / beta, or the critic of vtrace
+        if config.loss == "vtrace" or (config.loss == "tb" and config.log_z == "learned"):
+            self.head = torch.nn.Linear(model.config.hidden_size, 1).to(model.device)
+            torch.nn.init.zeros_(self.head.weight)
+        # TBA' moves its reference, so that the log pi_ref which searchers stored is stale
+        self.reference = copy.deepcopy(model).requires_grad_(False) if config.loss == "tba_prime" else None
         fused = model.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=fused
-        )
+        groups = [{"params": list(model.parameters()), "weight_decay": config.weight_decay}]
+        if self.head is not None:
+            groups.append({"params": list(self.head.parameters()), "weight_decay": 0.0})
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
 
     def update(self, groups: Batch) -> dict[str, float]:
-        """One optimizer step on P groups of K; returns metrics of the whole update (README defines each)."""
+        """One optimizer step on P groups of K; returns metrics of the whole update (README defines each).
+
+        Raises:
+            FloatingPointError: when loss or gradient is not finite; the text names step, prompt and values.
+        """
         beta, lr = self.config.beta_at(self.step), self.config.lr_at(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, rate in zip(self.optimizer.param_groups, (lr, self.config.lr_head), strict=False):
+            group["lr"] = rate
+        self._before_update(groups)
         sums: dict[str, float] = {}
         for part in micro_batches(groups, self.config.micro_batch_tokens):
             share = len(part) / len(groups)
             loss, metrics = self._loss(part, beta)
-            # beta^2 * loss is in reward units, so that its gradient, and clipping it, means the same at every beta
-            (share * beta**2 * loss).backward()
+            (share * loss).backward()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + share * value
         clip = self.config.grad_clip or float("inf")
@@ -92,25 +114,80 @@ class Learner:
         self.step += 1
         return sums | {"beta": beta, "lr": lr}
 
+    def _before_update(self, groups: Batch) -> None:
+        if self.head is not None and self.step == 0:  # log Z is far from 0 at small beta: start at the mean reward
+            self.head.bias.data.fill_(float(np.mean([t.reward for group in groups for t in group])))
+        if self.reference is not None and self.step % self.config.ref_reset_every == 0:
+            self.reference.load_state_dict(self.model.state_dict())
+
     def _loss(self, groups: Batch, beta: float) -> tuple[torch.Tensor, dict[str, float]]:
+        """What is minimised, scaled to one size of gradient at every beta, and metrics."""
         device, shape = self.model.device, (len(groups), len(groups[0]))  # P, K
         flat = [t for group in groups for t in group]
         tokens = collate([t.prompt for t in flat], [t.response for t in flat], self.pad, device)
-        token_logp = response_logprobs(self.model, tokens, self.config.temperature)  # [P*K, T]
+        temperature, need_states = self.config.temperature, self.head is not None
+        token_logp, states = logprobs_and_states(self.model, tokens, temperature, need_states)  # [P*K, T], [P*K, T, H]
         log_pi = sequence_logprobs(token_logp, tokens.lengths).view(shape)  # [P, K]
         log_ref, reward = group_tensors(groups, device)
-        loss = tb_loss(log_pi, log_ref, reward, beta)
+        if self.reference is not None:
+            with torch.no_grad():
+                ref = response_logprobs(self.reference, tokens, temperature)
+                log_ref = sequence_logprobs(ref, tokens.lengths).view(shape)
+        token_mu = pad_sequence([torch.as_tensor(t.log_mu) for t in flat], batch_first=True).to(device)  # [P*K, <=T]
+        log_mu = token_mu.sum(1).view(shape)  # padding is 0
+        values = self.head(states).squeeze(-1).view(*shape, -1) if need_states else None  # [P, K, T] reward units
+        if self.config.loss == "tb":
+            log_z = None if values is None else values[:, :, 0].mean(1) / beta  # [P]; K times the same prompt
+            loss = tb_loss(log_pi, log_ref, reward, beta, log_z)
+            scaled = beta**2 * loss  # in reward units squared: clipping its gradient means the same at every beta
+        else:
+            token_logp, token_mu = token_logp.view(*shape, -1), _widen(token_mu, token_logp).view(*shape, -1)
+            lengths = tokens.lengths.view(shape)
+            loss = self._baseline(log_pi, log_mu, log_ref, reward, beta, token_logp, token_mu, values, lengths)
+            scaled = 2 * beta * loss  # where one of these is TB, its gradient is then that of beta^2 * tb_loss
+        self._check_finite(loss, groups, log_pi, log_ref, reward)
         with torch.no_grad():
-            log_z = vargrad_log_z(log_pi, log_ref, reward, beta)
-            log_mu = torch.tensor([[float(t.log_mu.sum()) for t in g] for g in groups], device=device)
+            residual = tb_residual(log_pi, log_ref, reward, vargrad_log_z(log_pi, log_ref, reward, beta), beta)
             metrics = {
-                "loss": loss.detach(),
-                "residual": tb_residual(log_pi, log_ref, reward, log_z, beta).abs().mean() * beta,
-                "log_z": log_z.mean() * beta,
+                "loss": loss,
+                "imbalance": beta**2 * residual.square().mean(),
                 "kl_ref": (log_pi - log_ref).mean(),
                 "log_ratio_mu": (log_pi - log_mu).abs().mean(),
             }
-        return loss, {name: float(value) for name, value in metrics.items()}
+        return scaled, {name: float(value.detach()) for name, value in metrics.items()}
+
+    def _baseline(
+        self, log_pi, log_mu, log_ref, reward, beta: float, token_logp, token_mu, values, lengths
+    ) -> torch.Tensor:
+        """The losses that TB is compared with (baselines.py). [P, K], token_*: [P, K, T]."""
+        name, config = self.config.loss, self.config
+        if name == "rloo":
+            return baselines.rloo_loss(log_pi, reward)
+        if name == "frozen_kl":
+            return baselines.frozen_kl_loss(log_pi, log_mu, log_ref, reward, beta)
+        if name == "tba_prime":
+            return baselines.tba_prime_loss(log_pi, log_mu, log_ref, reward, beta)
+        if name == "grpo":
+            return baselines.grpo_loss(token_logp, token_mu, reward, lengths, dr=config.dr_grpo)
+        if name == "vtrace":
+            return baselines.vtrace_loss(token_logp, token_mu, values, reward, lengths)
+        raise ValueError(f"no loss {name!r}")
+
+    def _check_finite(self, loss: torch.Tensor, groups: Batch, *per_answer: torch.Tensor) -> None:
+        if torch.isfinite(loss):
+            return
+        bad = torch.stack([~torch.isfinite(x) for x in per_answer]).any(0).any(1)  # [P]
+        p = int(bad.nonzero()[0]) if bad.any() else 0
+        log_pi, log_ref, reward = ([round(v, 3) for v in x[p].tolist()] for x in per_answer)
+        raise FloatingPointError(
+            f"update {self.step}: the loss is {float(loss.detach())}; prompt {groups[p][0].prompt_id} has "
+            f"log_pi {log_pi}, log_ref {log_ref}, reward {reward}"
+        )
+
+
+def _widen(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Pad [N, <=T] with zeros to [N, T]."""
+    return torch.nn.functional.pad(x, (0, like.shape[1] - x.shape[1]))
 
 
 def batch_metrics(groups: Batch, step: int) -> dict[str, float]:
@@ -319,7 +396,12 @@ class Trainer:
         step, config = self.learner.step, self.config
         row = {"step": step, "seconds": time.time() - self.rl_start} | batch_metrics(batch, step)
         with self.clock.span("forward, backward, step"):
-            row |= self.learner.update(batch)
+            try:
+                row |= self.learner.update(batch)
+            except FloatingPointError as error:
+                place = self.out / f"bad-batch-{step}.npz"
+                np.savez(place, *pack([t for group in batch for t in group]))
+                raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
         version = self.learner.step
         if version % config.sync_every == 0:
             with self.clock.span("publish"):

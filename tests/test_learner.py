@@ -81,7 +81,7 @@ def true_update(model, groups):
         log_z = sum(u).detach() / len(u)
         loss = loss + sum((log_z - x) ** 2 for x in u) / len(u) / len(groups)
     (BETA**2 * loss).backward()
-    return float(loss), {name: p.grad for name, p in model.named_parameters()}
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
 
 
 def update_once(micro_batch_tokens=8192, pad=EOS, grad_clip=0.0):

@@ -1,0 +1,127 @@
+"""Shared by the tests of whole runs: a tiny model, a way to start a run, and to see what it left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from metrics import read_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A model folder with a character tokenizer: the start model's shape, with random weights."""
+    import torch
+
+    from start_model import make_model, make_tokenizer
+
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("tiny")
+    make_model().save_pretrained(place)
+    make_tokenizer().save_pretrained(place)
+    return place
+
+
+class Job:
+    """A run of tba_min.py as a process of its own."""
+
+    def __init__(self, out: Path, *args: str) -> None:
+        self.out = out
+        self.shm: set[str] = set()  # files in /dev/shm that its processes were seen to use
+        command = [sys.executable, str(ROOT / "tba_min.py"), "--out", str(out), *map(str, args)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def wait(self, timeout: float = 240) -> int:
+        """Wait for its end; keeps what it printed in `text`."""
+        try:
+            self.text, _ = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for process in self.family():
+                process.kill()
+            self.text, _ = self.process.communicate()
+            pytest.fail(f"not ended after {timeout} s:\n{self.text[-3000:]}")
+        return self.process.returncode
+
+    def wait_for(self, condition, timeout: float = 120):
+        """Poll until `condition(self)` is true."""
+        deadline = time.time() + timeout
+        while not (value := condition(self)):
+            if self.process.poll() is not None or time.time() > deadline:
+                text = self.process.communicate(timeout=10)[0] if self.process.poll() is not None else ""
+                pytest.fail(f"the run ended or nothing came in {timeout} s:\n{text[-3000:]}")
+            time.sleep(0.1)
+        return value
+
+    def family(self) -> list[psutil.Process]:
+        """The run's parent and all its descendants."""
+        try:
+            parent = psutil.Process(self.process.pid)
+            family = [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+        for process in family:
+            self.shm |= shared_memory(process.pid)
+        return family
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def pids(self) -> dict[str, int]:
+        return json.loads((self.out / "pids.json").read_text())
+
+    def rows(self) -> list[dict]:
+        path = self.out / "metrics.jsonl"
+        return read_jsonl(path) if path.exists() else []
+
+    def summary(self) -> dict:
+        return json.loads((self.out / "summary.json").read_text())
+
+    def assert_nothing_left(self, family: list[psutil.Process] = ()) -> None:
+        """No process that `pids.json` or `family` names, and no shared memory, is left."""
+        deadline = time.time() + 10
+        alive = [psutil.Process(p) for p in self.pids().values() if psutil.pid_exists(p)] + list(family)
+        while (alive := [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]) and (
+            time.time() < deadline
+        ):
+            time.sleep(0.1)
+        assert not alive, f"still running: {alive}"
+        left = [path for path in self.shm if os.path.exists(path)]
+        assert not left, f"shared memory is left: {left}"
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Files in /dev/shm that a process has mapped: semaphores and shared tensors."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has just ended
+        return set()
+    return {
+        "/dev/shm/" + line.split("/dev/shm/")[1].split(" (deleted)")[0]
+        for line in maps.splitlines()
+        if "/dev/shm/" in line
+    }
+
+
+@pytest.fixture
+def start_job(tmp_path):
+    """start_job(*args) -> Job; whatever still runs at the test's end is killed."""
+    jobs: list[Job] = []
+
+    def start(*args: str, out: Path | None = None) -> Job:
+        jobs.append(Job(out or tmp_path / f"run{len(jobs)}", *args))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        for process in job.family():
+            process.kill()

@@ -1,0 +1,176 @@
+"""Both engines against a fresh Hugging Face forward: what they say of their own log-probabilities, and new weights."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from engine import HfEngine, Sampling, VllmEngine
+from policy import collate, load_policy, named_weights, response_logprobs
+from start_model import make_model
+
+STOP, TEMPERATURE, LONGEST = 1, 0.6, 40
+RNG = np.random.default_rng(7)
+PROMPTS = [RNG.integers(2, 60, n).astype(np.int32) for n in (3, 40, 17, 40, 9, 33)]  # two longer than a cache block
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("model")
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)  # far from uniform, so that stops happen and temperature matters
+    model.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def tied_folder(tmp_path_factory):
+    torch.manual_seed(1)
+    model, place = make_model(), tmp_path_factory.mktemp("tied")
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = True
+    type(model)(config).save_pretrained(place)
+    return place
+
+
+def sampling(in_flight=64):
+    return Sampling(TEMPERATURE, max_new_tokens=12, stop_ids=(STOP,), max_prompt=LONGEST, in_flight=in_flight)
+
+
+@pytest.fixture(scope="module", params=["vllm", "vllm with prefix caching", "hf"])
+def engine(request, folder):
+    if request.param == "hf":
+        return HfEngine(load_policy(folder), sampling(), pad=0)
+    return VllmEngine(folder, sampling(), enable_prefix_caching="prefix" in request.param)
+
+
+def largest_difference(engine, model, n=8):
+    """Between the engine's log-probabilities and the model's forward, at the sampling temperature, in nats."""
+    groups = engine.generate(PROMPTS, n)
+    flat = [(p, a) for p, group in zip(PROMPTS, groups, strict=True) for a in group]
+    tokens = collate([p for p, _ in flat], [a.tokens for _, a in flat], 0)
+    with torch.no_grad():
+        logp = response_logprobs(model, tokens, TEMPERATURE).numpy()
+    return max(np.abs(logp[i, : len(a.tokens)] - a.log_mu).max() for i, (_, a) in enumerate(flat))
+
+
+def shaken(model, seed):
+    """Other weights, far enough away to change what is generated."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    return model
+
+
+def test_log_mu_and_weights_after_each_push(engine, folder):
+    model = load_policy(folder)
+    engine.load_weights(named_weights(model))
+    assert largest_difference(engine, model) < 1e-5
+    greedy = [a[0].tokens.tolist() for a in engine.generate(PROMPTS, 1, greedy=True)]
+    for push in range(3):
+        before = copy.deepcopy(model)
+        shaken(model, push)
+        engine.load_weights(named_weights(model))
+        assert largest_difference(engine, model) < 1e-5
+        assert largest_difference(engine, before) > 1e-2  # the test would see weights that stayed
+    assert greedy != [a[0].tokens.tolist() for a in engine.generate(PROMPTS, 1, greedy=True)]
+
+
+def test_answers_end_where_they_say(engine):
+    answers = [a for group in engine.generate(PROMPTS, 16) for a in group]
+    assert {a.finish_reason for a in answers} == {"stop", "length"}
+    for a in answers:
+        assert len(a.tokens) == len(a.log_mu) <= 12
+        assert STOP not in a.tokens[:-1]
+        assert (a.tokens[-1] == STOP) == (a.finish_reason == "stop")
+        assert a.finish_reason == "stop" or len(a.tokens) == 12
+
+
+def test_greedy_is_the_models_own_choice(engine, folder):
+    model = load_policy(folder)
+    engine.load_weights(named_weights(model))
+    for prompt, (answer,) in zip(PROMPTS, engine.generate(PROMPTS, 1, greedy=True), strict=True):
+        ids = torch.tensor(prompt.tolist())
+        for token in answer.tokens:
+            logits = model(ids[None]).logits[0, -1]
+            assert logits.max() - logits[token] < 1e-4
+            ids = torch.cat([ids, torch.tensor([int(token)])])
+
+
+def test_streaming_hands_back_each_group_once(engine):
+    wanted, got = {}, {}
+    for key in range(10):
+        engine.add(key, PROMPTS[key % len(PROMPTS)], 4)
+        wanted[key] = 4
+        if key % 3 == 2:
+            got |= {k: len(v) for k, v in engine.step()}
+    while engine.in_flight:
+        for key, answers in engine.step():
+            assert key not in got
+            got[key] = len(answers)
+    assert got == wanted
+    assert engine.step() == []
+
+
+def test_samples_follow_the_models_distribution(engine, folder):
+    """First tokens of many answers against softmax(logits / T): a chi-square-like bound on each frequency."""
+    model = load_policy(folder)
+    engine.load_weights(named_weights(model))
+    n = 2048
+    counts = np.zeros(64)
+    for _ in range(n // 64):
+        for a in engine.generate(PROMPTS[:1], 64)[0]:
+            counts[a.tokens[0]] += 1
+    with torch.no_grad():
+        logits = model(torch.tensor(PROMPTS[0].tolist())[None]).logits[0, -1]
+    p = torch.softmax(logits / TEMPERATURE, -1).numpy()
+    assert np.all(np.abs(counts / n - p) < 5 * np.sqrt(p * (1 - p) / n) + 5 / n)
+
+
+def test_updates_between_steps_reach_requests_that_start_later(engine, folder):
+    """In-flight update: running requests go on, a request that starts afterwards is the new weights' own."""
+    model = load_policy(folder)
+    engine.load_weights(named_weights(model))
+    engine.add(1, PROMPTS[1], 4)
+    finished = dict(engine.step())
+    shaken(model, 11)
+    if getattr(engine, "caches_prefixes", False):
+        with pytest.raises(RuntimeError, match="kept its prefix cache"):
+            engine.load_weights(named_weights(model))
+        while engine.in_flight:
+            engine.step()
+        return
+    engine.load_weights(named_weights(model))
+    engine.add(2, PROMPTS[1], 4)
+    while engine.in_flight:
+        finished |= dict(engine.step())
+    tokens = collate([PROMPTS[1]] * 4, [a.tokens for a in finished[2]], 0)
+    with torch.no_grad():
+        logp = response_logprobs(model, tokens, TEMPERATURE).numpy()
+    assert max(np.abs(logp[i, : len(a.tokens)] - a.log_mu).max() for i, a in enumerate(finished[2])) < 1e-5
+    assert len(finished[1]) == 4
+
+
+def test_tied_embeddings_are_tied_again(tied_folder):
+    engine, model = VllmEngine(tied_folder, sampling()), load_policy(tied_folder)
+    assert largest_difference(engine, model) < 1e-5
+    shaken(model, 3)
+    engine.load_weights(named_weights(model))
+    assert "lm_head.weight" not in dict(named_weights(model))
+    assert largest_difference(engine, model) < 1e-5
+
+
+def test_a_layer_that_keeps_old_weights_is_an_error(folder):
+    engine, model = VllmEngine(folder, sampling()), load_policy(folder)
+    with pytest.raises(Exception, match="still have old weights"):
+        engine.load_weights([(n, t) for n, t in named_weights(model) if "mlp" not in n])
+
+
+def test_hf_refuses_a_partial_update(folder):
+    engine = HfEngine(load_policy(folder), sampling(), pad=0)
+    with pytest.raises(ValueError, match=r"no new weights came for .*lm_head"):
+        engine.load_weights([(n, t) for n, t in named_weights(engine.model) if "lm_head" not in n])

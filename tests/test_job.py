@@ -1,0 +1,152 @@
+"""The whole job with real vLLM searchers, shortened; and how it ends when something goes wrong."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-per-prompt", "4", "--eval-every", "5"]
+SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
+SHORT += ["--task", "tests/even_digits.py:make_task"]
+SUMMARY = """task model engine sync seed steps accuracy_before accuracy_after seconds_total seconds_rl
+    trajectories_generated trajectories_trained staleness_mean staleness_max busy_trainer busy_searchers""".split()
+RIGHT_NEVER = """
+class Broken:
+    train = validation = heldout = [f"{i}+1=" for i in range(10, 60)]
+    def reward(self, prompt, answer):
+        raise KeyError("no such grader")
+def make_task():
+    return Broken()
+"""
+
+
+@pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy", "eager with two searchers"])
+def test_the_whole_job(start_job, tiny_folder, mode):
+    searchers = 2 if "two" in mode else 1
+    args = ["--sync", mode.split()[0], "--searchers", searchers, "--sync-every", 2, "--recency-prob", 1.0]
+    job = start_job(*SHORT, *args, "--model", tiny_folder)
+    family = job.wait_for(lambda j: j.rows() and j.family())
+    assert job.wait() == 0, job.text
+    job.assert_nothing_left(family)
+    rows, summary = job.rows(), job.summary()
+    assert [r["step"] for r in rows] == list(range(12))
+    assert all(math.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in rows)
+    assert set(SUMMARY) <= set(summary) and summary["outcome"] == "completed" and summary["steps"] == 12
+    assert summary["trajectories_trained"] == 12 * 16 <= 2 * summary["trajectories_generated"] + 16
+    assert len(summary["busy_searchers"]) == (0 if mode == "onpolicy" else searchers)
+    ages = {(r["step"], r["staleness"], r["staleness_max"]) for r in rows}
+    if mode == "onpolicy":
+        assert all(age == oldest == 0 for _, age, oldest in ages)
+    elif mode == "barrier":  # k = 2, m = 1: written with the weights of the sync before the last one
+        assert all(oldest <= 3 for _, _, oldest in ages)
+        assert {oldest for step, _, oldest in ages if step >= 2} == {2, 3}
+    else:
+        assert all(0 <= age <= step for step, age, _ in ages)
+    for i in range(searchers if mode != "onpolicy" else 0):
+        assert (job.out / f"searcher-{i}.jsonl").read_text()
+    for name in ("accuracy", "loss", "staleness"):
+        assert (job.out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for text in ("held-out accuracy before RL", "busy", str(job.out)):
+        assert text in job.text
+    expected = {"parent", "trainer"} | (set() if mode == "onpolicy" else {"buffer"})
+    expected |= {f"searcher-{i}" for i in range(searchers if mode != "onpolicy" else 0)}
+    assert set(job.pids()) == expected
+    log = (job.out / "run.log").read_text()
+    assert "trainer: ready" in log and (mode == "onpolicy" or "searcher-0" in log)
+
+
+def test_a_trained_policy_loads_everywhere(start_job, tiny_folder):
+    job = start_job(*SHORT, "--engine", "hf", "--model", tiny_folder)
+    assert job.wait() == 0, job.text
+    (checkpoint,) = (job.out / "checkpoints").iterdir()
+    assert checkpoint.name == "step-12"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from engine import Sampling, VllmEngine
+
+    tokenizer, before = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(tiny_folder)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert any((a != b).any() for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    prompt = np.array(tokenizer.encode("37+58="), np.int32)
+    assert tokenizer.decode(prompt) == "37+58="
+    engine = VllmEngine(checkpoint, Sampling(1.0, 4, (tokenizer.eos_token_id,), 6, 8))
+    (answer,) = engine.generate([prompt], 1, greedy=True)[0]
+    with torch.no_grad():
+        own = model(torch.tensor(prompt.tolist())[None]).logits[0, -1].log_softmax(-1)
+    assert abs(float(own[answer.tokens[0]]) - answer.log_mu[0]) < 1e-4
+
+
+def test_a_figure_is_redrawn_from_the_folder(start_job, tiny_folder):
+    job = start_job(*SHORT, "--engine", "hf", "--sync", "onpolicy", "--model", tiny_folder)
+    assert job.wait() == 0, job.text
+    for png in (job.out / "figures").iterdir():
+        png.unlink()
+    done = subprocess.run([sys.executable, "plots.py", str(job.out)], capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.split()) == 3, done.stderr
+    assert len(list((job.out / "figures").iterdir())) == 3
+    config = json.loads((job.out / "config.json").read_text())
+    assert config["sync"] == "onpolicy" and config["gpus"] == 0 and config["generate_per_prompt"] == 4
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_ctrl_c(start_job, tiny_folder, engine):
+    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--engine", engine, "--model", tiny_folder)
+    family = job.wait_for(lambda j: len(j.rows()) > 3 and j.family())
+    job.interrupt()
+    started = time.time()
+    assert job.wait(30) == 130, job.text
+    assert time.time() - started < 15  # a hang; the five seconds that README promises are measured, not asserted
+    job.assert_nothing_left(family)
+    assert job.summary()["outcome"] == "interrupted"
+    assert list((job.out / "checkpoints").iterdir())
+    assert "Traceback" not in job.text
+
+
+def test_ctrl_c_while_starting(start_job, tiny_folder):
+    job = start_job(*SHORT, "--model", tiny_folder)
+    family = job.wait_for(lambda j: (j.out / "pids.json").exists() and "trainer" in j.pids() and j.family())
+    job.interrupt()
+    assert job.wait(30) == 130, job.text
+    job.assert_nothing_left(family)
+
+
+@pytest.mark.parametrize("victim", ["trainer", "searcher-0", "buffer"])
+def test_a_killed_child_ends_the_run(start_job, tiny_folder, victim):
+    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--engine", "hf", "--model", tiny_folder)
+    family = job.wait_for(lambda j: len(j.rows()) > 3 and j.family())
+    os.kill(job.pids()[victim], signal.SIGKILL)
+    assert job.wait(30) == 1, job.text
+    job.assert_nothing_left(family)
+    assert victim in job.text and "failed" in job.text
+
+
+def test_a_killed_parent_leaves_nobody(start_job, tiny_folder):
+    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--engine", "hf", "--model", tiny_folder)
+    family = job.wait_for(lambda j: len(j.rows()) > 3 and j.family())
+    job.process.kill()
+    job.wait(30)
+    job.assert_nothing_left(family)
+
+
+def test_an_error_in_a_reward_is_shown(start_job, tiny_folder, tmp_path):
+    (tmp_path / "broken.py").write_text(RIGHT_NEVER)
+    args = ["--engine", "hf", "--model", tiny_folder, "--task", f"{tmp_path / 'broken.py'}:make_task"]
+    job = start_job(*SHORT, *args)
+    assert job.wait(90) == 1
+    assert "no such grader" in job.text and "Traceback" in job.text
+    job.assert_nothing_left()
+
+
+def test_two_runs_at_once(start_job, tiny_folder):
+    jobs = [start_job(*SHORT, "--engine", "hf", "--model", tiny_folder, "--seed", s) for s in (0, 1)]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[0].text + jobs[1].text
+    for job in jobs:
+        job.assert_nothing_left()
+        assert job.summary()["steps"] == 12
