@@ -49,8 +49,8 @@ class Config:
     # --- how long ---------------------------------------------------------------------------------------------
     steps: int = 300
     """Trainer updates."""
-    max_seconds: float = 55.0
-    """Wall-clock limit of the RL phase in seconds, evaluations included; 0 is none."""
+    max_seconds: float | None = None
+    """Wall-clock limit of the RL phase in seconds, evaluations included; 0 is none. Default: 55 for addition, or 0."""
     eval_every: int = 20
     """Trainer updates between held-out evaluations; 0 evaluates only before and after."""
     eval_prompts: int = 500
@@ -167,6 +167,7 @@ def resolve(config: Config) -> Config:
         config,
         gpus=gpus,
         searchers=0 if config.sync == "onpolicy" else searchers,
+        max_seconds=(55.0 if config.task == "addition" else 0.0) if config.max_seconds is None else config.max_seconds,
         generate_per_prompt=config.S,
         beta_final=config.beta if config.beta_final is None else config.beta_final,
         recent_groups=2 * config.prompts_per_batch if config.recent_groups is None else config.recent_groups,

@@ -5,6 +5,7 @@ and the searchers, shows what happens, and cleans up, however the run ends. It t
 nothing heavy: *spawn* runs this file's top level again in every child, and start-up is most of a short run.
 """
 
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -66,11 +67,13 @@ class Run:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.task.split(':')[0]).stem}-{os.getpid()}"
         self.out = Path(config.out or Path("runs") / name).resolve()
         self.out.mkdir(parents=True, exist_ok=True)
+        self.config = config = dataclasses.replace(config, out=str(self.out))
         self.board = Board(self.ctx, config.searchers)
         self.processes: dict[str, multiprocessing.Process] = {}
         self.pipes: dict = {}  # name -> end of a child's message pipe
         self.pids = {"parent": os.getpid()}
         self.interrupts = 0
+        self.ending = False
         self.result: dict | None = None  # what the trainer says at its end
         self.before: float | None = None
         self.manager = None
@@ -206,7 +209,7 @@ class Run:
                     del self.pipes[name]
                     break
         for sentinel in ready:
-            if sentinel in sentinels and not self.interrupts and self.result is None:
+            if sentinel in sentinels and not self.ending and not self.interrupts and self.result is None:
                 self._died(sentinels[sentinel])
 
     def _heard(self, name: str, kind: str, value) -> None:
@@ -220,8 +223,10 @@ class Run:
             self.screen.say(value)
         elif kind == "done":
             self.result = value
-        elif kind == "error":
+        elif kind == "error" and not self.ending:
             what, text = value
+            if self.manager and not self.manager._process.is_alive():
+                self._died("buffer")  # that is the cause, whatever it made others say
             logging.getLogger("tba_min").error("%s:\n%s", name, text)
             self.screen.say(text.rstrip())
             raise Failed(f"{name} raised {what}")
@@ -249,13 +254,11 @@ class Run:
 
     def _stop(self) -> None:
         """End all children: the trainer may finish its update and save when the run was interrupted."""
+        self.ending = True
         self.board.set(Board.PARENT, "stop", 1)
         deadline = time.time() + (GRACE if self.interrupts == 1 or self.result else 0.5)
         while any(p.is_alive() for p in self.processes.values()) and time.time() < deadline and self.interrupts < 2:
-            try:
-                self._listen(0.05)
-            except Failed as error:
-                self.screen.say(f"tba_min: while ending: {error}")
+            self._listen(0.05)
             if self.result or not self.processes.get("trainer") or not self.processes["trainer"].is_alive():
                 deadline = min(deadline, time.time() + 1.0)
         for process in self.processes.values():

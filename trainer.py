@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +236,8 @@ class Evaluator:
 class Prefetch:
     """eager: a thread keeps the next batch ready, drawn while the trainer learns from the one before."""
 
+    waits = True
+
     def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
         self.buffer, self.config, self.board = buffer, config, board
         self._ready: queue.Queue = queue.Queue(maxsize=1)
@@ -284,6 +287,8 @@ class Prefetch:
 class Barrier:
     """The paper's protocol: before update 0, k, 2k, ... a sync, in which the searchers merge and take new weights."""
 
+    waits = True
+
     def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
         self.buffer, self.config, self.board = buffer, config, board
         self._syncs = 0
@@ -311,6 +316,8 @@ class Barrier:
 
 class OnPolicy:
     """Generate a batch with the newest weights in this process, learn from it once, forget it."""
+
+    waits = False  # it generates meanwhile
 
     def __init__(self, searcher, model, config, board: Board) -> None:
         self.searcher, self.model, self.config, self.board = searcher, model, config, board
@@ -366,7 +373,7 @@ class Trainer:
         """Train to the end of the steps, the time or the patience of the parent; returns the summary."""
         before = self._evaluate()
         while self.learner.step < self.config.steps and not self.child.board.stopping and not self._time_is_up():
-            with self.clock.span("wait for data"):
+            with self.clock.span("wait for data") if self.source.waits else nullcontext():
                 batch = self.source.next(self.learner.step)
             if batch is None:
                 break

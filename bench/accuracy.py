@@ -1,0 +1,77 @@
+"""Held-out accuracy before and after RL on the default task: whole runs of tba_min.py, by loss and seed.
+
+    python bench/accuracy.py                        the defaults, seeds 0, 1, 2 (README's first table; 4 minutes)
+    python bench/accuracy.py --losses tb rloo ...   other losses (40 s of RL each)
+
+Writes bench/results/accuracy.json (rows of other losses that stand there are kept), and draws docs/accuracy.png.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results" / "accuracy.json"
+EXTRA = {"tb": [], "tb learned": ["--loss", "tb", "--log-z", "learned"], "dr_grpo": ["--loss", "grpo", "--dr-grpo"]}
+KEPT = ("accuracy_before", "accuracy_after", "steps", "seconds_rl", "seconds_evaluating", "seconds_total")
+KEPT += ("trajectories_generated", "trajectories_trained", "staleness_mean", "staleness_max", "busy_trainer")
+
+
+def one_run(loss: str, seed: int, options: list[str]) -> dict:
+    """Run tba_min.py; returns its summary, shortened. Its folder stands beside this one's results until the end."""
+    out = Path(tempfile.mkdtemp()) / "run"
+    command = [sys.executable, "tba_min.py", "--seed", str(seed), "--out", str(out)]
+    subprocess.run([*command, *EXTRA.get(loss, ["--loss", loss]), *options], cwd=ROOT, check=True)
+    summary = json.loads((out / "summary.json").read_text())
+    if loss == "tb" and seed == 0:
+        (ROOT / "docs").mkdir(exist_ok=True)
+        for name in ("accuracy", "staleness"):
+            shutil.copy(out / "figures" / f"{name}.png", ROOT / "docs" / f"{name}.png")
+    shutil.rmtree(out.parent)
+    row = {"loss": loss, "seed": seed, "options": " ".join(options)}
+    row |= {key: round(summary[key], 3) for key in KEPT} | {"busy_searchers": summary["busy_searchers"]}
+    return row | {"evaluations": [[step, round(s, 1), round(a, 3)] for step, s, a in summary["evaluations"]]}
+
+
+def machine() -> dict:
+    """What the figures were measured on."""
+    model = [x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")]
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": model[0] if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--losses", nargs="+", default=["tb"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments, options = parser.parse_known_args()
+    known = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    rows = [r for r in known if r["loss"] not in arguments.losses]
+    for loss in arguments.losses:
+        rows += [one_run(loss, seed, options) for seed in arguments.seeds]
+        text = ",\n  ".join(json.dumps(r) for r in rows)
+        RESULTS.write_text(f'{{"machine": {json.dumps(machine())},\n "runs": [\n  {text}\n ]}}\n')
+    print(f"\n{'loss':12} {'seed':>4} {'before':>7} {'after':>7} {'RL s':>6} {'total s':>8}")
+    for r in rows:
+        print(
+            f"{r['loss']:12} {r['seed']:4} {r['accuracy_before']:7.3f} {r['accuracy_after']:7.3f}"
+            f" {r['seconds_rl']:6.1f} {r['seconds_total']:8.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The installed environment: what was left out of requirements-cpu.txt is not missed."""
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = (ROOT / "requirements-cpu.txt").read_text()
+on_cpu = pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="requirements-cpu.txt is for CPUs")
+
+
+@on_cpu
+def test_the_pins_are_what_is_installed():
+    pins = re.findall(r"^([\w.-]+)==(\S+)$", LIST, re.M)
+    assert len(pins) > 50
+    wrong = [f"{name}: {version(name)} instead of {pin}" for name, pin in pins if version(name) != pin]
+    assert not wrong
+
+
+def test_the_lists_agree():
+    """GPU and CPU environments hold the same vLLM, transformers and tools."""
+    for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements-gpu.txt").read_text(), re.M):
+        assert f"{name}-cpu=={pin}\n" in LIST or f"{name}=={pin}\n" in LIST, name
+
+
+def test_the_heavy_packages_import():
+    for name in ("torch", "transformers", "matplotlib", "multiprocessing_logging", "tyro", "rich", "vllm"):
+        importlib.import_module(name)
+
+
+def test_the_parent_imports_nothing_heavy():
+    heavy = "{'torch', 'transformers', 'vllm'}"
+    code = f"import sys, tba_min, config, buffer, child; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_heart_imports_only_what_it_may():
+    """trainer, searcher, buffer, weights, loss: standard library, numpy, torch, transformers and our own modules."""
+    own = {p.stem for p in ROOT.glob("*.py")}
+    allowed = own | set(sys.stdlib_module_names) | {"numpy", "torch", "transformers"}
+    for name in ("trainer", "searcher", "buffer", "weights", "loss", "baselines", "policy"):
+        for module in re.findall(r"^\s*(?:from|import) (\w+)", (ROOT / f"{name}.py").read_text(), re.M):
+            assert module in allowed, f"{name}.py imports {module}"
+
+
+def test_readme_names_only_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    for name in re.findall(r"`([\w/]+\.(?:py|md|txt|json|png|cff))`", text):
+        if not name.startswith(("path/", "runs/")) and name not in RUN_FILES:
+            assert (ROOT / name).exists(), name
+
+
+RUN_FILES = {"config.json", "summary.json", "pids.json"}
+
+
+def test_readme_has_the_measured_numbers():
+    """README's table of results is that of bench/results/accuracy.json."""
+    import json
+
+    runs = json.loads((ROOT / "bench" / "results" / "accuracy.json").read_text())["runs"]
+    text = (ROOT / "README.md").read_text()
+    rows = [r for r in runs if r["loss"] == "tb"]
+    assert len(rows) >= 3
+    for r in rows:
+        row = f"| {r['seed']} | {r['accuracy_before']:.3f} | {r['accuracy_after']:.3f} | {r['seconds_rl']:.0f} |"
+        assert row in text, row
