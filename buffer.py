@@ -143,7 +143,7 @@ class ReplayBuffer:
                 self._counts["added"] += 1
                 groups.setdefault(t.prompt_id, []).append(t)
             for group in groups.values():
-                self._pool_group(self._next_number, [t for t in group if t.uid in self._stored])
+                self._pool_group(self._next_number, [t for t in group if self._stored.get(t.uid) is t])
                 self._next_number += 1
             while len(self._stored) > self.capacity:
                 self._evict(next(iter(self._stored.values())))
