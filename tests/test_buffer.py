@@ -524,7 +524,7 @@ def test_a_smaller_buffer_loads_what_it_can_hold():
 
 @pytest.mark.parametrize("capacity", [10**6, 60])  # room for all; or one goes out for each that comes in
 def test_threads_that_add_and_draw_at_once_lose_nothing(capacity):
-    store, writers, each = ReplayBuffer(capacity, 10**6, recent_groups=32), 4, 150
+    store, writers, each = ReplayBuffer(capacity, 10**6, recent_groups=32), 4, 1500
     errors, done = [], threading.Event()
 
     def write(w):
