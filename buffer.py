@@ -10,7 +10,7 @@ sync ever happens there; deduplication is an option.
 
 import os
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.managers import BaseManager
@@ -76,8 +76,35 @@ def reward_probs(rewards: np.ndarray, inverse_temperature: float) -> np.ndarray:
     return e / e.sum()
 
 
+class Bag:
+    """Keys that can be put in, taken out and drawn at random, each in constant time."""
+
+    def __init__(self, keys: Sequence = ()) -> None:
+        self.keys = list(keys)
+        self._place = {key: i for i, key in enumerate(self.keys)}
+
+    def add(self, key) -> None:
+        self._place[key] = len(self.keys)
+        self.keys.append(key)
+
+    def remove(self, key) -> None:
+        place, last = self._place.pop(key), self.keys.pop()
+        if last != key:  # the last one takes its place
+            self.keys[place], self._place[last] = last, place
+
+    def in_random_order(self, rng: np.random.Generator) -> Iterator:
+        """All keys, shuffled only as far as they are asked for (Fisher-Yates)."""
+        moved: dict[int, int] = {}
+        for i in range(len(self.keys)):
+            j = int(rng.integers(i, len(self.keys)))
+            yield self.keys[moved.get(j, j)]
+            moved[j] = moved.get(i, i)
+
+
 class ReplayBuffer:
     """D_global: trajectories grouped by prompt, bounded per prompt and in total, the oldest out first.
+
+    Adding and drawing take the same time however much is stored.
 
     Args:
         capacity: trajectories in all.
@@ -90,14 +117,16 @@ class ReplayBuffer:
     def __init__(
         self, capacity: int, per_prompt: int, recent_groups: int | None = None, dedup: bool = False, seed: int = 0
     ) -> None:
-        self.capacity, self.per_prompt, self.dedup = capacity, per_prompt, dedup
+        self.capacity, self.per_prompt, self.recent_groups, self.dedup = capacity, per_prompt, recent_groups, dedup
         self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._stored: OrderedDict[tuple, Trajectory] = OrderedDict()  # uid -> trajectory, oldest first
         self._groups: dict[int, dict] = {}  # prompt_id -> {uid or answer: trajectory}, oldest first
-        self._prompts: list[int] = []  # keys of _groups, for a uniform draw ...
-        self._place: dict[int, int] = {}  # ... and where each stands in that list
-        self._recent: deque[list[tuple]] = deque(maxlen=recent_groups)  # uids of each group, newest last
+        self._prompts = Bag()  # keys of _groups
+        self._recent: OrderedDict[int, dict[tuple, Trajectory]] = OrderedDict()  # the recency pool, oldest group first:
+        self._pool = Bag()  # a group's number -> what is stored of it, by uid; its keys again, for drawing;
+        self._number: dict[tuple, int] = {}  # and the other way round, uid -> its group's number
+        self._next_number = 0
         self._counts = {"added": 0, "evicted": 0, "duplicates": 0, "drawn": 0}
 
     # --- adding -----------------------------------------------------------------------------------------------
@@ -105,51 +134,71 @@ class ReplayBuffer:
     def add(self, trajectories: Sequence[Trajectory]) -> None:
         """Take in trajectories; those of one prompt in one call are one group of the recency pool."""
         with self._lock:
-            groups: dict[int, list[tuple]] = {}
+            groups: dict[int, list[Trajectory]] = {}
             for t in trajectories:
                 if t.uid in self._stored:  # sent twice
                     self._counts["duplicates"] += 1
                     continue
                 self._store(t)
-                groups.setdefault(t.prompt_id, []).append(t.uid)
-            self._recent.extend(groups.values())
-            self._counts["added"] += sum(map(len, groups.values()))
+                self._counts["added"] += 1
+                groups.setdefault(t.prompt_id, []).append(t)
+            for group in groups.values():
+                self._pool_group(self._next_number, [t for t in group if self._stored.get(t.uid) is t])
+                self._next_number += 1
             while len(self._stored) > self.capacity:
-                self._remove(next(iter(self._stored.values())))
-                self._counts["evicted"] += 1
+                self._evict(next(iter(self._stored.values())))
 
     def start_pool(self) -> None:
         """Empty the recency pool: what is added from now on is "the last sync's" (barrier)."""
         with self._lock:
-            self._recent.clear()
+            self._recent, self._pool, self._number = OrderedDict(), Bag(), {}
 
     def _key(self, t: Trajectory):
         return t.response.tobytes() if self.dedup else t.uid
 
     def _store(self, t: Trajectory) -> None:
-        group = self._groups.get(t.prompt_id)
-        if group is None:
-            group = self._groups[t.prompt_id] = {}
-            self._place[t.prompt_id] = len(self._prompts)
-            self._prompts.append(t.prompt_id)
-        old = group.pop(self._key(t), None)
+        old = self._groups.get(t.prompt_id, {}).get(self._key(t))
         if old is not None:
-            del self._stored[old.uid]
+            self._remove(old)
             self._counts["duplicates"] += 1
+        if t.prompt_id not in self._groups:
+            self._groups[t.prompt_id] = {}
+            self._prompts.add(t.prompt_id)
+        group = self._groups[t.prompt_id]
         group[self._key(t)] = self._stored[t.uid] = t
         if len(group) > self.per_prompt:
-            self._remove(next(iter(group.values())))
-            self._counts["evicted"] += 1
+            self._evict(next(iter(group.values())))
+
+    def _evict(self, t: Trajectory) -> None:
+        self._remove(t)
+        self._counts["evicted"] += 1
 
     def _remove(self, t: Trajectory) -> None:
         del self._stored[t.uid]
         group = self._groups[t.prompt_id]
         del group[self._key(t)]
-        if not group:  # forget the prompt: the last one of the list takes its place
+        if not group:
             del self._groups[t.prompt_id]
-            place, last = self._place.pop(t.prompt_id), self._prompts.pop()
-            if last != t.prompt_id:
-                self._prompts[place], self._place[last] = last, place
+            self._prompts.remove(t.prompt_id)
+        number = self._number.pop(t.uid, None)
+        if number is not None:  # the recency pool never holds what is stored no more
+            del self._recent[number][t.uid]
+            if not self._recent[number]:
+                self._unpool(number)
+
+    def _pool_group(self, number: int, group: list[Trajectory]) -> None:
+        if not group:
+            return
+        self._recent[number] = {t.uid: t for t in group}
+        self._number |= dict.fromkeys(self._recent[number], number)
+        self._pool.add(number)
+        if self.recent_groups is not None and len(self._recent) > self.recent_groups:
+            self._unpool(next(iter(self._recent)))
+
+    def _unpool(self, number: int) -> None:
+        for uid in self._recent.pop(number):
+            del self._number[uid]
+        self._pool.remove(number)
 
     # --- drawing ----------------------------------------------------------------------------------------------
 
@@ -158,48 +207,39 @@ class ReplayBuffer:
     ) -> list[list[Trajectory]] | None:
         """Draw `num_prompts` distinct prompts with `k` answers each, or None while fewer prompts are stored.
 
-        Each prompt comes with probability `recency_prob` from the recency pool, with answers of one group there,
-        otherwise uniformly from all prompts, with answers by `reward_probs`. Answers are drawn without
-        replacement, unless a prompt holds fewer than `k`.
+        Each prompt comes with probability `recency_prob` from the recency pool, with answers of one group there
+        (and older ones only where that group has too few), otherwise uniformly from all prompts, with answers by
+        `reward_probs`. Answers are drawn without replacement, unless a prompt holds fewer than `k`: then all of them,
+        and again at random.
         """
         with self._lock:
-            if len(self._prompts) < num_prompts:
+            if len(self._prompts.keys) < num_prompts:
                 return None
-            recent = self._recent_in_random_order()
+            recent = (list(self._recent[number].values()) for number in self._pool.in_random_order(self._rng))
+            prompts = self._prompts.in_random_order(self._rng)
             drawn: dict[int, list[Trajectory]] = {}
             for from_pool in self._rng.random(num_prompts) < recency_prob:
-                found = next(((p, g) for p, g in recent if p not in drawn), None) if from_pool else None
-                if found:
-                    drawn[found[0]] = self._answers(*found, k, 0.0)
+                group = next((g for g in recent if g[0].prompt_id not in drawn), []) if from_pool else []
+                if group:
+                    drawn[group[0].prompt_id] = self._answers(group[0].prompt_id, group, k, 0.0)
                 else:
-                    prompt = self._other_prompt(drawn)
-                    drawn[prompt] = self._answers(prompt, None, k, inverse_temperature)
+                    prompt = next(p for p in prompts if p not in drawn)
+                    drawn[prompt] = self._answers(prompt, [], k, inverse_temperature)
             self._counts["drawn"] += num_prompts * k
             return list(drawn.values())
 
-    def _recent_in_random_order(self) -> Iterator[tuple[int, list[Trajectory]]]:
-        pool = list(self._recent)
-        for i in self._rng.permutation(len(pool)):
-            alive = [self._stored[uid] for uid in pool[i] if uid in self._stored]
-            if alive:  # eviction and newer copies may have emptied the group
-                yield alive[0].prompt_id, alive
+    def _answers(self, prompt: int, recent: list[Trajectory], k: int, inverse_temperature: float) -> list[Trajectory]:
+        if len(recent) >= k:
+            return self._pick(recent, k, inverse_temperature)
+        known = set(recent)
+        older = [t for t in self._groups[prompt].values() if t not in known]
+        answers = recent + self._pick(older, k - len(recent), inverse_temperature)
+        return answers + [answers[i] for i in self._rng.integers(len(answers), size=k - len(answers))]
 
-    def _other_prompt(self, drawn: dict) -> int:
-        if 2 * len(drawn) < len(self._prompts):  # redraw: fewer than two tries on average
-            while (prompt := self._prompts[self._rng.integers(len(self._prompts))]) in drawn:
-                pass
-            return prompt
-        return self._rng.choice([p for p in self._prompts if p not in drawn])
-
-    def _answers(
-        self, prompt: int, candidates: list[Trajectory] | None, k: int, inverse_temperature: float
-    ) -> list[Trajectory]:
-        if candidates is None or len(candidates) < k:
-            candidates = list(self._groups[prompt].values())
+    def _pick(self, candidates: list[Trajectory], k: int, inverse_temperature: float) -> list[Trajectory]:
+        """k of the candidates without replacement, or all of them where they are fewer."""
         n = len(candidates)
-        if n < k:  # all of them, and the rest again at random
-            picks = np.concatenate([np.arange(n), self._rng.integers(n, size=k - n)])
-        elif inverse_temperature == 0:
+        if inverse_temperature == 0:
             picks = self._rng.permutation(n)[:k]
         else:  # Gumbel top-k is softmax without replacement, and cannot underflow
             rewards = np.array([t.reward for t in candidates], np.float64)
@@ -211,7 +251,7 @@ class ReplayBuffer:
     def stats(self) -> dict[str, int]:
         """Trajectories and prompts stored; trajectories added, evicted, replaced by a newer copy, drawn so far."""
         with self._lock:
-            return {"stored": len(self._stored), "prompts": len(self._prompts)} | self._counts
+            return {"stored": len(self._stored), "prompts": len(self._prompts.keys)} | self._counts
 
     def contents(self) -> list[Trajectory]:
         """All that is stored, oldest first."""
@@ -223,22 +263,30 @@ class ReplayBuffer:
         with self._lock:
             return {
                 "trajectories": pack(list(self._stored.values())),
-                "recent": [list(g) for g in self._recent],
+                "prompts": list(self._prompts.keys),  # in the order that the next draws depend on
+                "recent": [(number, list(self._recent[number])) for number in self._pool.keys],
+                "next_number": self._next_number,
                 "counts": dict(self._counts),
                 "rng": self._rng.bit_generator.state,
             }
 
     def load_state_dict(self, state: dict) -> None:
-        """Take the place of the buffer that `state` was taken from."""
-        fresh = ReplayBuffer(self.capacity, self.per_prompt, self._recent.maxlen, self.dedup)
+        """Take the place of the buffer that `state` was taken from: the next draws are those that it would make.
+
+        This buffer's own bounds hold: what is too much for them is left out.
+        """
+        fresh = ReplayBuffer(self.capacity, self.per_prompt, self.recent_groups, self.dedup)
         fresh.add(unpack(state["trajectories"]))
-        fresh._recent = deque([[tuple(u) for u in g] for g in state["recent"]], maxlen=self._recent.maxlen)
-        fresh._counts = dict(state["counts"])
+        fresh.start_pool()
+        fresh._prompts = Bag([prompt for prompt in state["prompts"] if prompt in fresh._groups])
+        recent = dict(state["recent"])
+        for number in sorted(recent):  # oldest first
+            fresh._pool_group(number, [fresh._stored[uid] for uid in recent[number] if uid in fresh._stored])
+        fresh._pool = Bag([number for number in recent if number in fresh._recent])
+        fresh._next_number, fresh._counts = state["next_number"], dict(state["counts"])
         fresh._rng.bit_generator.state = state["rng"]
         with self._lock:
-            lock = self._lock
-            self.__dict__.update(fresh.__dict__)
-            self._lock = lock
+            self.__dict__.update(fresh.__dict__ | {"_lock": self._lock})
 
 
 # --- served to other processes ------------------------------------------------------------------------------------
