@@ -123,7 +123,8 @@ class Run:
         place = start_model_path(c)
         if not (place / "config.json").exists():
             self.screen.say(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
-            self._spawn("start-model", "start_model", {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}, (c,))
+            # one thread: so small a model gains 15 % from a second one, and loses its minute on a busy machine
+            self._spawn("start-model", "start_model", {"OMP_NUM_THREADS": "1"}, (c,))
             while self.processes["start-model"].is_alive() and not self.interrupts:
                 self._listen(0.1)
             self._listen(0.0)
