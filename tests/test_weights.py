@@ -391,7 +391,8 @@ def test_the_writer_marks_a_slot_before_its_first_byte_and_stamps_it_after_the_l
     seen, whole_copy = [], torch.Tensor.copy_
     two = [("v", torch.zeros(3)), ("w", torch.zeros(3))]
     weights = SharedWeights.like(two)
-    weights.publish(two, 0)
+    for version in (0, 1, 2):  # both slots hold one
+        weights.publish(two, version)
     newest = int(weights.header[LATEST])
 
     def copy_(target, source, *args, **kwargs):
@@ -402,9 +403,9 @@ def test_the_writer_marks_a_slot_before_its_first_byte_and_stamps_it_after_the_l
         return target
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    weights.publish(two, 1)
-    assert seen == [(DIRTY, 0, 0)] * 4
-    assert int(weights.header[1 - newest]) == 1 and weights.version == 1
+    weights.publish(two, 3)
+    assert seen == [(DIRTY, 2, 2)] * 4
+    assert int(weights.header[1 - newest]) == 3 and weights.version == 3
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
