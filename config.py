@@ -132,7 +132,7 @@ class Config:
 
     @property
     def S(self) -> int:  # noqa: N802
-        return self.generate_per_prompt or self.samples_per_prompt
+        return self.samples_per_prompt if self.generate_per_prompt is None else self.generate_per_prompt
 
     def beta_at(self, step: int) -> float:
         """beta in reward units per nat before update `step`: linear from beta to beta_final (TBA, appendix)."""
@@ -178,16 +178,19 @@ def resolve(config: Config) -> Config:
         raise ConfigError(f"--gpus {gpus}: this machine shows {visible_gpus()}; ask for that many or fewer, 0 is CPU")
     if config.sync != "onpolicy" and searchers != max(1, gpus - 1) and gpus > 0:
         raise ConfigError(f"--searchers {searchers}: with --gpus {gpus} there are {max(1, gpus - 1)} (one a GPU)")
+    if resolved.out and Path(resolved.out).exists() and not Path(resolved.out).is_dir():
+        raise ConfigError(f"--out {resolved.out}: that is a file; name a new folder")
     if resolved.out and (Path(resolved.out) / "config.json").exists():
         raise ConfigError(f"--out {resolved.out}: there is a run in it already; name a new folder")
     return dataclasses.replace(resolved, model=_find_model(resolved.model, resolved.task))
 
 
 def _check_numbers(c: Config) -> None:
-    batch = c.prompts_per_batch * c.S
+    batch, inverse, inf = c.prompts_per_batch * c.S, c.reward_inverse_temperature, float("inf")
     rules = [  # (option, value, what must hold, in words)
         ("--gpus", c.gpus, c.gpus >= 0, "0 or more"),
         ("--searchers", c.searchers, c.sync == "onpolicy" or c.searchers >= 1, "at least 1"),
+        ("--seed", c.seed, 0 <= c.seed < 2**31, "0 to 2^31 - 1"),
         ("--threads", c.threads, c.threads >= 1, "0 or more"),
         ("--steps", c.steps, c.steps >= 1, "at least 1"),
         ("--max-seconds", c.max_seconds, c.max_seconds >= 0, "0 (no limit) or more"),
@@ -199,19 +202,20 @@ def _check_numbers(c: Config) -> None:
         ("--in-flight", c.in_flight, c.in_flight >= c.S, f"at least --generate-per-prompt, {c.S}"),
         ("--max-new-tokens", c.max_new_tokens, c.max_new_tokens >= 1, "at least 1"),
         ("--micro-batch-tokens", c.micro_batch_tokens, c.micro_batch_tokens >= 1, "at least 1"),
-        ("--beta", c.beta, c.beta > 0, "above 0: the reward is divided by it"),
-        ("--beta-final", c.beta_final, c.beta_final > 0, "above 0: the reward is divided by it"),
+        ("--beta", c.beta, 0 < c.beta < inf, "finite and above 0: the reward is divided by it"),
+        ("--beta-final", c.beta_final, 0 < c.beta_final < inf, "finite and above 0: the reward is divided by it"),
         ("--beta-steps", c.beta_steps, c.beta_steps >= 0, "0 or more"),
-        ("--temperature", c.temperature, c.temperature > 0, "above 0"),
-        ("--lr", c.lr, c.lr > 0, "above 0"),
-        ("--lr-head", c.lr_head, c.lr_head > 0, "above 0"),
+        ("--temperature", c.temperature, 0 < c.temperature < inf, "finite and above 0"),
+        ("--lr", c.lr, 0 < c.lr < inf, "finite and above 0"),
+        ("--lr-head", c.lr_head, 0 < c.lr_head < inf, "finite and above 0"),
         ("--ref-reset-every", c.ref_reset_every, c.ref_reset_every >= 1, "at least 1"),
         ("--warmup-steps", c.warmup_steps, c.warmup_steps >= 0, "0 or more"),
         ("--decay-steps", c.decay_steps, 0 <= c.decay_steps <= c.steps, f"0 to --steps, {c.steps}"),
-        ("--weight-decay", c.weight_decay, c.weight_decay >= 0, "0 or more"),
+        ("--weight-decay", c.weight_decay, 0 <= c.weight_decay < inf, "0 or more, and finite"),
         ("--grad-clip", c.grad_clip, c.grad_clip >= 0, "0 (no clipping) or more"),
         ("--recency-prob", c.recency_prob, 0 <= c.recency_prob <= 1, "a probability, 0 to 1"),
         ("--recent-groups", c.recent_groups, c.recent_groups >= 1, "at least 1"),
+        ("--reward-inverse-temperature", inverse, 0 <= inverse < inf, "0 (uniform) or more, and finite"),
         (
             "--buffer-capacity",
             c.buffer_capacity,
@@ -239,13 +243,17 @@ def _find_model(model: str, task: str) -> str:
     try:
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+        kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        folder = snapshot_download(model, allow_patterns=kinds)
     except Exception as error:  # the Hub's errors have no common base; all of them mean "not to be had"
-        reason = str(error).strip().split("\n")[0][:120]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise ConfigError(
             f"--model {model}: neither a folder nor to be had from the Hub ({reason}); "
             f"name a folder with config.json, a Hub name, or `{START_MODEL}`"
         ) from None
+    if not (Path(folder) / "config.json").exists():
+        raise ConfigError(f"--model {model}: what the Hub has there is no Hugging Face model, it lacks config.json")
+    return folder
 
 
 def save(config: Config, path: Path) -> None:

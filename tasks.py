@@ -68,14 +68,21 @@ def load_task(spec: str):
     try:
         loader.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"--task {spec}: the file raises {type(error).__name__}: {error}") from error
+        raise ConfigError(f"--task {spec}: the file raises {_in_one_line(error)}") from error
     if not callable(getattr(module, name, None)):
         raise ConfigError(f"--task {spec}: {path} has no function {name}")
-    task = getattr(module, name)()
+    try:
+        task = getattr(module, name)()
+    except Exception as error:
+        raise ConfigError(f"--task {spec}: {name}() raises {_in_one_line(error)}") from error
     missing = [a for a in ("train", "validation", "heldout", "reward") if not hasattr(task, a)]
     if missing:
         raise ConfigError(f"--task {spec}: the task lacks {', '.join(missing)} (see tasks.py)")
     return task
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def is_right(task, prompt: str, answer: str) -> bool:

@@ -62,8 +62,8 @@ class SharedWeights:
         if version <= self.version:
             raise ValueError(f"version {version} must be above the published {self.version}")
         tensors = [(name, t.detach()) for name, t in named_tensors]
-        if [(n, tuple(t.shape)) for n, t in tensors] != [(n, s) for n, s, _ in self.layout]:
-            raise ValueError("these are not the tensors that the snapshot was laid out for")
+        if [(n, tuple(t.shape), t.dtype) for n, t in tensors] != self.layout:
+            raise ValueError("these are not the tensors that the snapshot was laid out for (names, shapes, dtypes)")
         slot = 1 - int(self._header[LATEST])
         self._header[slot] = DIRTY
         for (_, source), target in zip(tensors, self._views(self.slots[slot]), strict=True):
