@@ -97,8 +97,9 @@ class Config:
     """Peak learning rate of AdamW."""
     warmup_steps: int = 5
     """Trainer updates in which the learning rate rises linearly to its peak."""
-    decay_steps: int = 250
-    """Last trainer updates, in which it falls linearly to a tenth (the updates between are the stable phase)."""
+    decay_steps: int | None = None
+    """Last trainer updates, in which it falls linearly to a tenth (those between are the stable phase). Default: five
+    sixths of steps."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW."""
     grad_clip: float = 1.0
@@ -167,6 +168,7 @@ def resolve(config: Config) -> Config:
         config,
         gpus=gpus,
         searchers=0 if config.sync == "onpolicy" else searchers,
+        decay_steps=5 * config.steps // 6 if config.decay_steps is None else config.decay_steps,
         max_seconds=(55.0 if config.task == "addition" else 0.0) if config.max_seconds is None else config.max_seconds,
         generate_per_prompt=config.S,
         beta_final=config.beta if config.beta_final is None else config.beta_final,

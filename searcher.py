@@ -168,13 +168,12 @@ def build(config, folder: str, device: str, index: int, incarnation: int, clock:
 def main(child, config, folder: str, out, index: int, incarnation: int, weights_pipe, buffer_proxy) -> None:
     """Body of a searcher's process (child.py starts it)."""
     clock, board, row = child.clock, child.board, Board.SEARCHERS + index
-    log.info("searcher %d: starting %s", index, config.engine)
     searcher = build(config, folder, child.device, index, incarnation, clock)
     weights = child.receive(weights_pipe, "the trainer's weight handle")
     if weights is None:
         return
     buffer = RemoteBuffer(buffer_proxy)
-    log.info("searcher %d: ready after %.1f s", index, time.time() - child.started)
+    log.info("searcher %d is ready after %.0f s (%s)", index, time.time() - child.started, config.engine)
     report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
     loop = barrier if config.sync == "barrier" else eager
     loop(searcher, weights, buffer, board, row, report)

@@ -46,6 +46,8 @@ def check_task(config: Config) -> None:
     task = load_task(config.task)
     if len(task.train) < config.prompts_per_batch:
         raise ConfigError(f"--prompts-per-batch {config.prompts_per_batch}: the task has {len(task.train)} prompts")
+    if len(task.train) < config.searchers:
+        raise ConfigError(f"--searchers {config.searchers}: the task has {len(task.train)} prompts to share out")
     if not getattr(task, config.eval_split):
         raise ConfigError(f"--task {config.task}: it has no {config.eval_split} prompts; give it some")
     if config.model == "start" and not hasattr(task, "make_start_model"):
@@ -72,6 +74,7 @@ class Run:
         self.processes: dict[str, multiprocessing.Process] = {}
         self.pipes: dict = {}  # name -> end of a child's message pipe
         self.pids = {"parent": os.getpid()}
+        self.log = logging.getLogger("tba_min")
         self.interrupts = 0
         self.ending = False
         self.result: dict | None = None  # what the trainer says at its end
@@ -83,25 +86,25 @@ class Run:
         save(self.config, self.out / "config.json")
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._interrupt)
-        self.log_handler = start_logging(self.out / "run.log")
-        code, log = 0, logging.getLogger("tba_min")
+        self.log_handler = start_logging(self.out / "run.log", self.screen)
+        code = 0
         try:
             folder = self._prepare_model()
             self._start(folder)
             self._watch()
             code = EXIT_INTERRUPTED if self.interrupts else 0
         except Failed as error:
-            log.error("%s", error)
-            self.screen.say(f"tba_min: the run failed: {error}")
+            self.log.error("tba_min: the run failed: %s", error)
             code = EXIT_FAILED
         finally:
             self._stop()
+            logging.getLogger().removeHandler(self.log_handler)
+            self.log_handler.close()  # waits until all records are out
             self.screen.close()
         if self.result:
             self._summarise("interrupted" if code else "completed")
         elif code == EXIT_INTERRUPTED:
             self.screen.say(f"tba_min: interrupted; what there is lies in {self.out}")
-        self.log_handler.close()
         return code
 
     def _interrupt(self, signum: int, _frame) -> None:
@@ -122,14 +125,14 @@ class Run:
 
         place = start_model_path(c)
         if not (place / "config.json").exists():
-            self.screen.say(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
+            self.log.info(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
             # one thread: so small a model gains 15 % from a second one, and loses its minute on a busy machine
             self._spawn("start-model", "start_model", {"OMP_NUM_THREADS": "1"}, (c,))
             while self.processes["start-model"].is_alive() and not self.interrupts:
                 self._listen(0.1)
             self._listen(0.0)
             self.processes.pop("start-model").join()
-            self.screen.say(f"start model ready after {time.time() - self.started:.0f} s, kept in {place}")
+            self.log.info(f"start model ready after {time.time() - self.started:.0f} s, kept in {place}")
         return str(place)
 
     def _start(self, folder: str) -> None:
@@ -142,7 +145,7 @@ class Run:
         say = f"starting the trainer and {c.searchers} searcher(s) with {c.engine}, {c.threads} thread(s) each"
         if c.sync == "onpolicy":
             say = f"starting one process that generates and trains in turn, {c.threads} thread(s)"
-        self.screen.say(f"{say}; {c.engine} takes a while to load ...")
+        self.log.info(f"{say}; {c.engine} takes a while to load ...")
         pipes = [self.ctx.Pipe(duplex=False) for _ in range(c.searchers)]  # weight handles, trainer -> searcher
         proxy = None
         self._spawn_environment = {"OMP_NUM_THREADS": str(c.threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -219,17 +222,14 @@ class Run:
         elif kind == "accuracy" and self.before is None:
             self.before = value["accuracy"]
             self.screen.accuracy = value["accuracy"]
-            self.screen.say(f"held-out accuracy before RL: {self.before:.3f} (greedy, on {self.config.eval_prompts})")
-        elif kind == "say":
-            self.screen.say(value)
+            self.log.info(f"held-out accuracy before RL: {self.before:.3f} (greedy, on {self.config.eval_prompts})")
         elif kind == "done":
             self.result = value
         elif kind == "error" and not self.ending:
             what, text = value
             if self.manager and not self.manager._process.is_alive():
                 self._died("buffer")  # that is the cause, whatever it made others say
-            logging.getLogger("tba_min").error("%s:\n%s", name, text)
-            self.screen.say(text.rstrip())
+            self.log.error("%s:\n%s", name, text.rstrip())
             raise Failed(f"{name} raised {what}")
 
     def _died(self, name: str) -> None:
@@ -311,8 +311,22 @@ class uninterrupted:  # noqa: N801 - used as `with uninterrupted():`
         signal.signal(signal.SIGINT, self.before)
 
 
-def start_logging(path: Path):
-    """One handler for the records of all processes: into run.log, ours into the terminal too.
+class RunLog(logging.FileHandler):
+    """All records go into the file, those of tba_min itself to the terminal too."""
+
+    def __init__(self, path: Path, screen: Screen) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.screen = screen
+        self.setFormatter(logging.Formatter("%(asctime)s %(processName)s %(name)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if record.name.startswith("tba_min"):
+            self.screen.say(record.getMessage())
+
+
+def start_logging(path: Path, screen: Screen):
+    """One handler for the records of all processes.
 
     multiprocessing_logging's install function refuses *spawn*, but its handler works under it when its queue is a
     spawn context's; children attach a QueueHandler to that queue (child.py).
@@ -320,9 +334,7 @@ def start_logging(path: Path):
     from multiprocessing_logging import MultiProcessingHandler
 
     multiprocessing.set_start_method("spawn", force=True)  # its queue comes from the default context
-    file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(processName)s %(name)s %(levelname)s %(message)s"))
-    handler = MultiProcessingHandler("logs", sub_handler=file)
+    handler = MultiProcessingHandler("logs", sub_handler=RunLog(path, screen))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     return handler
 

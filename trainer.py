@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -191,7 +192,7 @@ def _widen(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, like.shape[1] - x.shape[1]))
 
 
-def batch_metrics(groups: Batch, step: int) -> dict[str, float]:
+def batch_metrics(groups: Batch, step: int) -> dict:
     """Metrics of what was drawn: reward, answer length, staleness in trainer updates, distinct answers."""
     flat = [t for group in groups for t in group]
     staleness = [step - t.policy_version for t in flat]
@@ -202,6 +203,7 @@ def batch_metrics(groups: Batch, step: int) -> dict[str, float]:
         "truncated": float(np.mean([t.finish_reason == "length" for t in flat])),
         "staleness": float(np.mean(staleness)),
         "staleness_max": float(max(staleness)),
+        "ages": dict(sorted(Counter(staleness).items())),
         "distinct": distinct / len(flat),
     }
 
@@ -483,7 +485,7 @@ def main(child, config, folder: str, out: Path, weight_pipes: list, buffer_proxy
             pipe.send(weights)  # torch.multiprocessing sends the memory's file descriptor, not its bytes
         source = (Barrier if config.sync == "barrier" else Prefetch)(RemoteBuffer(buffer_proxy), config, board)
         publish = weights.publish
-    log.info("trainer: ready after %.1f s", time.time() - child.started)
+    log.info("the trainer is ready after %.0f s", time.time() - child.started)
     trainer = Trainer(child, config, out, learner, evaluate, source, publish)
     summary = trainer.run()
     save_policy(model, evaluate.tokenizer, out / "checkpoints" / f"step-{learner.step}")

@@ -20,7 +20,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "accuracy.json"
-EXTRA = {"tb": [], "tb learned": ["--loss", "tb", "--log-z", "learned"], "dr_grpo": ["--loss", "grpo", "--dr-grpo"]}
+EXTRA = {
+    "tb": [],
+    "tb, 40 s": [],
+    "tb learned": ["--loss", "tb", "--log-z", "learned"],
+    "dr_grpo": ["--loss", "grpo", "--dr-grpo"],
+}
 KEPT = ("accuracy_before", "accuracy_after", "steps", "seconds_rl", "seconds_evaluating", "seconds_total")
 KEPT += ("trajectories_generated", "trajectories_trained", "staleness_mean", "staleness_max", "busy_trainer")
 

@@ -59,7 +59,7 @@ def test_the_whole_job(start_job, tiny_folder, mode):
     expected |= {f"searcher-{i}" for i in range(searchers if mode != "onpolicy" else 0)}
     assert set(job.pids()) == expected
     log = (job.out / "run.log").read_text()
-    assert "trainer: ready" in log and (mode == "onpolicy" or "searcher-0" in log)
+    assert "the trainer is ready" in log and (mode == "onpolicy" or "searcher-0" in log)
 
 
 def test_a_trained_policy_loads_everywhere(start_job, tiny_folder):
@@ -142,6 +142,31 @@ def test_an_error_in_a_reward_is_shown(start_job, tiny_folder, tmp_path):
     assert job.wait(90) == 1
     assert "no such grader" in job.text and "Traceback" in job.text
     job.assert_nothing_left()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(start_job, tiny_folder, tmp_path):
+    (tmp_path / "nan.py").write_text(RIGHT_NEVER.replace('raise KeyError("no such grader")', 'return float("nan")'))
+    args = ["--engine", "hf", "--sync", "onpolicy", "--model", tiny_folder]
+    job = start_job(*SHORT, *args, "--task", f"{tmp_path / 'nan.py'}:make_task")
+    assert job.wait(90) == 1
+    assert "update 0: the loss is nan; prompt" in job.text
+    with np.load(job.out / "bad-batch-0.npz") as kept:
+        (trajectories, *_) = (kept[name] for name in kept.files)
+    assert len(trajectories) == 16 and np.isnan(trajectories["reward"]).all()
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_ages_of_what_is_drawn(start_job, tiny_folder, m):
+    """End to end: m = 1 draws from the newest groups only, m = 0 from all that was ever stored."""
+    args = ["--recency-prob", m, "--recent-groups", 8, "--steps", 60, "--replay-ratio", 1, "--max-seconds", 0]
+    job = start_job(*SHORT, *args, "--engine", "hf", "--model", tiny_folder)
+    assert job.wait() == 0, job.text
+    ages = [(r["step"], int(age)) for r in job.rows()[30:] for age, n in r["ages"].items() for _ in range(n)]
+    assert len(ages) == 30 * 16
+    share_old = np.mean([age > step / 2 for step, age in ages])  # written in the run's first half so far
+    assert share_old == 0 if m == 1 else share_old > 0.15
+    assert all(0 <= age <= step for step, age in ages)
 
 
 def test_two_runs_at_once(start_job, tiny_folder):

@@ -1,11 +1,13 @@
 """The trainer's own update on a tiny Llama, against float64 worked out answer by answer: no padding, no batch."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
+import baselines
 from buffer import Trajectory
 from config import Config
 from trainer import Learner
@@ -144,3 +146,97 @@ def test_clipping_scales_the_step():
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, want in gradient.items():
         np.testing.assert_allclose(steps[name], 0.01 / norm * want, rtol=1e-2, atol=1e-6, err_msg=name)
+
+
+# --- the other objectives, through the same update -------------------------------------------------------------------
+
+
+def learner_of(loss, **options):
+    config = Config(loss=loss, beta=BETA, temperature=TEMPERATURE, lr=1e-2, warmup_steps=0, grad_clip=0.0, **options)
+    return Learner(tiny_model(0), config, EOS)
+
+
+def log_pi_of(model, groups):
+    with torch.no_grad():
+        rows = [[answer_logprobs(model, t.prompt.tolist(), t.response.tolist()).sum() for t in g] for g in groups]
+    return torch.tensor(rows)
+
+
+def constants(groups):
+    log_mu = torch.tensor([[float(t.log_mu.sum()) for t in g] for g in groups])
+    return log_mu, torch.tensor([[t.log_ref for t in g] for g in groups]), torch.tensor(REWARDS)
+
+
+@pytest.mark.parametrize("loss", ["rloo", "frozen_kl", "tba_prime"])
+def test_sequence_losses_get_what_they_need(loss):
+    groups = a_batch()
+    log_pi, (log_mu, log_ref, reward) = log_pi_of(tiny_model(0), groups), constants(groups)
+    want = {
+        "rloo": lambda: baselines.rloo_loss(log_pi, reward),
+        "frozen_kl": lambda: baselines.frozen_kl_loss(log_pi, log_mu, log_ref, reward, BETA),
+        "tba_prime": lambda: baselines.tba_prime_loss(log_pi, log_mu, log_pi, reward, BETA),  # reference = start
+    }[loss]()
+    metrics = learner_of(loss).update(groups)
+    np.testing.assert_allclose(metrics["loss"], float(want), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dr", [False, True])
+def test_grpo_gets_each_tokens_probabilities(dr):
+    groups = a_batch()
+    model, width = tiny_model(0), max(len(t.response) for g in groups for t in g)
+    log_pi, log_mu = torch.zeros(3, 4, width), torch.zeros(3, 4, width)
+    for p, group in enumerate(groups):
+        for k, t in enumerate(group):
+            with torch.no_grad():
+                own = answer_logprobs(model, t.prompt.tolist(), t.response.tolist())
+            log_pi[p, k, : len(own)], log_mu[p, k, : len(own)] = own, torch.as_tensor(t.log_mu)
+    lengths = torch.tensor([[len(t.response) for t in g] for g in groups])
+    want = baselines.grpo_loss(log_pi, log_mu, torch.tensor(REWARDS), lengths, dr=dr)
+    metrics = learner_of("grpo", dr_grpo=dr).update(groups)
+    np.testing.assert_allclose(metrics["loss"], float(want), rtol=1e-4)
+
+
+def test_learned_log_z_starts_at_the_mean_reward_and_moves():
+    groups = a_batch()
+    log_pi, (_, log_ref, reward) = log_pi_of(tiny_model(0), groups), constants(groups)
+    learner = learner_of("tb", log_z="learned", lr_head=1e-2)
+    metrics = learner.update(groups)
+    log_z = torch.full((3,), float(reward.mean()) / BETA)
+    want = (log_z[:, None] + log_pi - log_ref - reward / BETA).square().mean()
+    np.testing.assert_allclose(metrics["loss"], float(want), rtol=1e-4)
+    assert float(learner.head.weight.detach().abs().max()) > 0  # it got a gradient
+    for _ in range(300):  # fitted alone, the head finds VarGrad's log Z of each prompt
+        for p in learner.model.parameters():
+            p.requires_grad_(False)
+        metrics = learner_head_step(learner, groups)
+    np.testing.assert_allclose(metrics["loss"], metrics["imbalance"] / BETA**2, rtol=0.02)
+
+
+def learner_head_step(learner, groups):
+    loss, metrics = learner._loss(groups, BETA)
+    learner.optimizer.zero_grad()
+    loss.backward()
+    learner.optimizer.param_groups[1]["lr"] = 0.03
+    learner.optimizer.step()
+    return metrics
+
+
+def test_tba_prime_resets_its_reference():
+    groups, learner = a_batch(), learner_of("tba_prime", ref_reset_every=3)
+    distances = [learner.update(groups)["kl_ref"] for _ in range(7)]
+    assert [i for i, d in enumerate(distances) if abs(d) < 1e-6] == [0, 3, 6]
+
+
+def test_the_critic_of_vtrace_learns():
+    groups, learner = a_batch(), learner_of("vtrace")
+    before = learner.head.bias.item()
+    losses = [learner.update(groups)["loss"] for _ in range(5)]
+    assert all(np.isfinite(losses)) and learner.head.bias.item() != before
+
+
+def test_what_is_not_finite_is_named():
+    groups = a_batch()
+    group = groups[1]
+    groups[1] = [dataclasses.replace(group[0], reward=float("nan")), *group[1:]]
+    with pytest.raises(FloatingPointError, match=r"update 0: the loss is nan; prompt 1 has log_pi .* reward \[nan, "):
+        learner_of("tb").update(groups)
