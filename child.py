@@ -1,4 +1,4 @@
-"""What every child process does before and after its own job: title, output, logging, parent watch, error report.
+"""Processes: what every child does before and after its own job, and what the parent does around their start.
 
 A child takes the run's folder, board and pipes, does its job, and tells the parent what happened. It ignores Ctrl-C
 (the parent tells it to stop), ends at once when the parent is gone, and never leaves an error unreported.
@@ -97,3 +97,59 @@ def prepare_process(name: str) -> None:
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+# --- the parent's side -------------------------------------------------------------------------------------------
+
+
+class environment:  # noqa: N801 - used as `with environment(...)`
+    """Environment variables for the processes started in the body of a with statement."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self.variables = variables
+
+    def __enter__(self) -> None:
+        self.before = dict(os.environ)
+        os.environ.update(self.variables)
+
+    def __exit__(self, *_) -> None:
+        os.environ.clear()
+        os.environ.update(self.before)
+
+
+class uninterrupted:  # noqa: N801 - used as `with uninterrupted():`
+    """Ignore Ctrl-C around the start of a process, so that the child inherits that from its first instruction on."""
+
+    def __enter__(self) -> None:
+        self.before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self.before)
+
+
+class RunLog(logging.FileHandler):
+    """All records go into the file, those of tba_min itself to the terminal too."""
+
+    def __init__(self, path: Path, screen) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.screen = screen
+        self.setFormatter(logging.Formatter("%(asctime)s %(processName)s %(name)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if record.name.startswith("tba_min"):
+            self.screen.say(record.getMessage())
+
+
+def start_logging(path: Path, screen) -> logging.Handler:
+    """One handler for the records of all processes.
+
+    multiprocessing_logging's install function refuses *spawn*, but its handler works under it when its queue is a
+    spawn context's; children attach a QueueHandler to that queue (child.py).
+    """
+    from multiprocessing_logging import MultiProcessingHandler
+
+    multiprocessing.set_start_method("spawn", force=True)  # its queue comes from the default context
+    handler = MultiProcessingHandler("logs", sub_handler=RunLog(path, screen))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    return handler

@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import child
+from child import environment, start_logging, uninterrupted
 from config import Config, ConfigError, resolve, save
 from metrics import Board
 from show import Screen, summary_text
@@ -225,7 +226,9 @@ class Run:
             self.log.info(f"held-out accuracy before RL: {self.before:.3f} (greedy, on {self.config.eval_prompts})")
         elif kind == "done":
             self.result = value
-        elif kind == "error" and not self.ending:
+        elif kind == "error" and self.ending:
+            self.log.error("while ending, %s raised %s", name, value[0])
+        elif kind == "error":
             what, text = value
             if self.manager and not self.manager._process.is_alive():
                 self._died("buffer")  # that is the cause, whatever it made others say
@@ -246,7 +249,10 @@ class Run:
         board, parent = self.board, Board.PARENT
         wanted, open_ = board.get(Board.TRAINER, "sync"), board.get(parent, "sync")
         if wanted > open_:
-            self.buffer.start_pool()
+            try:
+                self.buffer.start_pool()
+            except (EOFError, OSError):
+                self._died("buffer")
             board.set(parent, "sync", wanted)
         elif open_ > board.get(parent, "go") and min(board.of_searchers("sync")) >= open_:
             board.set(parent, "go", open_)
@@ -284,59 +290,6 @@ class Run:
 
             draw(self.out)
         self.screen.say(summary_text(summary, self.out))
-
-
-class environment:  # noqa: N801 - used as `with environment(...)`
-    """Environment variables for the processes started in the body of a with statement."""
-
-    def __init__(self, variables: dict[str, str]) -> None:
-        self.variables = variables
-
-    def __enter__(self) -> None:
-        self.before = dict(os.environ)
-        os.environ.update(self.variables)
-
-    def __exit__(self, *_) -> None:
-        os.environ.clear()
-        os.environ.update(self.before)
-
-
-class uninterrupted:  # noqa: N801 - used as `with uninterrupted():`
-    """Ignore Ctrl-C around the start of a process, so that the child inherits that from its first instruction on."""
-
-    def __enter__(self) -> None:
-        self.before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def __exit__(self, *_) -> None:
-        signal.signal(signal.SIGINT, self.before)
-
-
-class RunLog(logging.FileHandler):
-    """All records go into the file, those of tba_min itself to the terminal too."""
-
-    def __init__(self, path: Path, screen: Screen) -> None:
-        super().__init__(path, encoding="utf-8")
-        self.screen = screen
-        self.setFormatter(logging.Formatter("%(asctime)s %(processName)s %(name)s %(levelname)s %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if record.name.startswith("tba_min"):
-            self.screen.say(record.getMessage())
-
-
-def start_logging(path: Path, screen: Screen):
-    """One handler for the records of all processes.
-
-    multiprocessing_logging's install function refuses *spawn*, but its handler works under it when its queue is a
-    spawn context's; children attach a QueueHandler to that queue (child.py).
-    """
-    from multiprocessing_logging import MultiProcessingHandler
-
-    multiprocessing.set_start_method("spawn", force=True)  # its queue comes from the default context
-    handler = MultiProcessingHandler("logs", sub_handler=RunLog(path, screen))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    return handler
 
 
 if __name__ == "__main__":

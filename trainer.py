@@ -1,14 +1,11 @@
 """The trainer: sample a batch, TB loss, optimizer step, publish the weights. It never waits for a searcher's answer.
 
-Where its batches come from is the only thing that the three ways of `--sync` differ in here:
-`Prefetch` (eager: the next batch is fetched while this one is learnt), `Barrier` (the paper's protocol: a sync every
-k updates, nothing fetched ahead), `OnPolicy` (generate with the newest weights, here, in this process).
+`Learner` is one update on one batch, whatever the objective; `Trainer` is the loop around it. Where the batches come
+from is sync.py's matter, and the only thing in which the three ways of `--sync` differ here.
 """
 
 import copy
 import logging
-import queue
-import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -19,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import baselines
-from buffer import RemoteBuffer, ReplayBuffer, Trajectory, pack
+from buffer import RemoteBuffer, pack
 from engine import HfEngine, Sampling
 from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
 from metrics import Board, Clock, JsonLines
@@ -32,10 +29,10 @@ from policy import (
     response_logprobs,
     stop_tokens,
 )
+from sync import Barrier, Batch, OnPolicy, Prefetch
 from weights import SharedWeights
 
 log = logging.getLogger("tba_min.trainer")
-Batch = list[list[Trajectory]]  # P groups of K
 
 
 # --- learning -------------------------------------------------------------------------------------------------------
@@ -230,123 +227,6 @@ class Evaluator:
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         pairs = list(zip(self.prompts, texts, strict=True))
         return float(np.mean([self._is_right(self.task, p, t) for p, t in pairs])), pairs[:8]
-
-
-# --- where batches come from ----------------------------------------------------------------------------------------
-
-
-class Prefetch:
-    """eager: a thread keeps the next batch ready, drawn while the trainer learns from the one before."""
-
-    waits = True
-
-    def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
-        self.buffer, self.config, self.board = buffer, config, board
-        self._ready: queue.Queue = queue.Queue(maxsize=1)
-        self._drawn = 0  # batches
-        threading.Thread(target=self._fetch, daemon=True, name="prefetch").start()
-
-    def next(self, step: int) -> Batch | None:
-        """The next batch; None when the run is being stopped. Raises what the fetching raised."""
-        while not self.board.stopping:
-            self.board.set(Board.TRAINER, "alive", time.time())
-            try:
-                batch = self._ready.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if isinstance(batch, Exception):
-                raise batch
-            return batch
-        return None
-
-    def generated(self) -> int:
-        """Trajectories that the searchers generated so far."""
-        return int(sum(self.board.of_searchers("generated")))
-
-    def _fetch(self) -> None:
-        try:
-            while not self.board.stopping:
-                batch = draw(self.buffer, self.config) if self._may_draw() else None
-                if batch is None:
-                    time.sleep(0.002)
-                    continue
-                self._drawn += 1
-                while not self.board.stopping:
-                    try:
-                        self._ready.put(batch, timeout=0.1)
-                        break
-                    except queue.Full:
-                        continue
-        except Exception as error:  # handed to next(), which raises it in the trainer
-            self._ready.put(error)
-
-    def _may_draw(self) -> bool:
-        """Replay ratio: trained <= ratio * generated. The first batch is free."""
-        trained = (self._drawn + 1) * self.config.prompts_per_batch * self.config.K
-        return self._drawn == 0 or trained <= self.config.replay_ratio * self.generated()
-
-
-class Barrier:
-    """The paper's protocol: before update 0, k, 2k, ... a sync, in which the searchers merge and take new weights."""
-
-    waits = True
-
-    def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
-        self.buffer, self.config, self.board = buffer, config, board
-        self._syncs = 0
-
-    def next(self, step: int) -> Batch | None:
-        if step % self.config.sync_every == 0:
-            self._sync()
-        while not self.board.stopping:
-            batch = draw(self.buffer, self.config)
-            if batch is not None:
-                return batch
-            self._sync()  # too few prompts yet: let the searchers bring more
-        return None
-
-    def generated(self) -> int:
-        return int(sum(self.board.of_searchers("generated")))
-
-    def _sync(self) -> None:
-        self._syncs += 1
-        self.board.set(Board.TRAINER, "sync", self._syncs)
-        while self.board.get(Board.PARENT, "go") < self._syncs and not self.board.stopping:
-            self.board.set(Board.TRAINER, "alive", time.time())
-            time.sleep(0.001)
-
-
-class OnPolicy:
-    """Generate a batch with the newest weights in this process, learn from it once, forget it."""
-
-    waits = False  # it generates meanwhile
-
-    def __init__(self, searcher, model, config, board: Board) -> None:
-        self.searcher, self.model, self.config, self.board = searcher, model, config, board
-
-    def next(self, step: int) -> Batch | None:
-        clock = self.searcher.clock
-        if step > self.searcher.version:
-            with clock.span("pull weights"):
-                if self.searcher.engine.__class__ is not HfEngine:  # that one generates with the policy itself
-                    self.searcher.engine.load_weights(named_weights(self.model))
-                self.searcher.version = step
-        c = self.config
-        buffer = ReplayBuffer(c.buffer_capacity, c.per_prompt_capacity, dedup=c.dedup, seed=c.seed + step)
-        while not self.board.stopping:
-            buffer.add(self.searcher.round(c.prompts_per_batch))
-            batch = draw(buffer, c)
-            if batch is not None:
-                return batch
-        return None
-
-    def generated(self) -> int:
-        return self.searcher.generated
-
-
-def draw(buffer: ReplayBuffer | RemoteBuffer, config) -> Batch | None:
-    """A batch by the configuration's rule, or None while there are too few prompts."""
-    return buffer.sample(config.prompts_per_batch, config.K, config.recency_prob, config.reward_inverse_temperature)
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
