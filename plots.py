@@ -32,7 +32,9 @@ def reward_and_accuracy(rows: list[dict], start: float):
 def loss(rows: list[dict]):
     """Trajectory-balance loss in reward units over trainer updates."""
     scaled = [r["imbalance"] for r in rows]
-    figure, axes = _axes(f"The imbalance goes from {scaled[0]:.3f} to {scaled[-1]:.4f}", "β² · TB loss [reward²]")
+    first, last = (sorted(part)[len(part) // 2] for part in (scaled[:20], scaled[-20:]))
+    title = f"The imbalance goes from {first:.2g} to {last:.2g} (medians of 20 updates)"
+    figure, axes = _axes(title, "β² · TB loss [reward²]")
     axes.plot([r["step"] for r in rows], scaled, color=COLOURS["loss"])
     if min(scaled) > 0:
         axes.set_yscale("log")
@@ -42,7 +44,9 @@ def loss(rows: list[dict]):
 def staleness(rows: list[dict]):
     """Age of the trained trajectories over trainer updates."""
     mean = sum(r["staleness"] for r in rows) / len(rows)
-    figure, axes = _axes(f"The trainer learns from data that is {mean:.0f} updates old on average", "trainer updates")
+    figure, axes = _axes(
+        f"The trainer learns from data that is {mean:.0f} updates old on average", "staleness [trainer updates]"
+    )
     axes.plot(
         [r["step"] for r in rows], [r["staleness_max"] for r in rows], color=COLOURS["max"], label="oldest of batch"
     )
