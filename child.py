@@ -5,6 +5,7 @@ A child takes the run's folder, board and pipes, does its job, and tells the par
 """
 
 import importlib
+import json
 import logging
 import logging.handlers
 import multiprocessing
@@ -69,6 +70,7 @@ def run(module: str, name: str, board: Board, messages: Connection, logs, device
         with child.clock.span("import"):
             target = importlib.import_module(module).main
         target(child, *args)
+        (out / f"{name}.spans.json").write_text(json.dumps(child.clock.spans))
         messages.send(("ended", dict(child.clock.seconds)))
     except BaseException as error:  # the last stop: everything is reported, nothing goes on
         code = 1

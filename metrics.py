@@ -90,6 +90,23 @@ class JsonLines:
         self._file.flush()
 
 
+def merge_timeline(out: Path) -> Path:
+    """Put the spans of all processes into `timeline.json`, the Chrome trace format (Perfetto opens it)."""
+    events = []
+    for row, path in enumerate(
+        sorted(out.glob("*.spans.json"), key=lambda p: (p.name != "trainer.spans.json", p.name))
+    ):
+        name = path.name.removesuffix(".spans.json")
+        events.append({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})
+        for span, start, end in json.loads(path.read_text()):
+            microseconds = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
+            events.append({"name": span, "ph": "X", "pid": row, "tid": 0, **microseconds})
+        path.unlink()
+    place = out / "timeline.json"
+    place.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return place
+
+
 def read_jsonl(path: Path) -> list[dict]:
     """The rows of a JSONL file; a last line that was cut off is left out."""
     rows = []

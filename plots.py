@@ -55,6 +55,29 @@ def staleness(rows: list[dict]):
     return figure
 
 
+def timeline(trace: list[dict], start: float, seconds: float = 2.0):
+    """Who does what in the `seconds` after `start` (time.time()), a row a process; white is waiting."""
+    from matplotlib.figure import Figure
+
+    names = {e["pid"]: e["args"]["name"] for e in trace if e["ph"] == "M"}
+    spans = [e for e in trace if e["ph"] == "X" and not e["name"].startswith("wait")]
+    inside = [e for e in spans if start < (e["ts"] + e["dur"]) / 1e6 and e["ts"] / 1e6 < start + seconds]
+    kinds = list(dict.fromkeys(e["name"] for e in sorted(inside, key=lambda e: (e["pid"], e["ts"]))))
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    for i, kind in enumerate(kinds):
+        for pid in names:
+            mine = [e for e in inside if e["name"] == kind and e["pid"] == pid]
+            bars = [(e["ts"] / 1e6 - start, e["dur"] / 1e6) for e in mine]
+            axes.broken_barh(bars, (pid - 0.4, 0.8), color=f"C{i % 10}", label=kind if pid == min(names) else None)
+    axes.set(xlim=(0, seconds), xlabel="seconds", yticks=list(names), yticklabels=list(names.values()))
+    axes.set_title(f"{seconds:g} seconds of the run: coloured is work, white is waiting")
+    axes.invert_yaxis()
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    return figure
+
+
 def draw(run: Path) -> list[Path]:
     """Draw all figures of a run's folder into its `figures/`; returns their paths."""
     import json
@@ -68,6 +91,10 @@ def draw(run: Path) -> list[Path]:
         "loss": loss(rows),
         "staleness": staleness(rows),
     }
+    if (run / "timeline.json").exists():
+        trace = json.loads((run / "timeline.json").read_text())["traceEvents"]
+        begin = max((e["ts"] / 1e6 for e in trace if e["name"] == "publish"), default=0.0) - 2.0  # towards the end
+        figures["timeline"] = timeline(trace, begin)
     (run / "figures").mkdir(exist_ok=True)
     paths = []
     for name, figure in figures.items():

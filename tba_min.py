@@ -19,7 +19,7 @@ from pathlib import Path
 import child
 from child import environment, start_logging, uninterrupted
 from config import Config, ConfigError, resolve, save
-from metrics import Board
+from metrics import Board, merge_timeline
 from show import Screen, summary_text
 
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
@@ -285,6 +285,7 @@ class Run:
             "seconds_total": time.time() - self.started,
         }
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        merge_timeline(self.out)
         if result["steps"]:
             from plots import draw
 

@@ -51,12 +51,17 @@ def test_the_whole_job(start_job, tiny_folder, mode):
         assert all(0 <= age <= step for step, age, _ in ages)
     for i in range(searchers if mode != "onpolicy" else 0):
         assert (job.out / f"searcher-{i}.jsonl").read_text()
-    for name in ("accuracy", "loss", "staleness"):
+    expected = {"parent", "trainer"} | (set() if mode == "onpolicy" else {"buffer"})
+    expected |= {f"searcher-{i}" for i in range(searchers if mode != "onpolicy" else 0)}
+    trace = json.loads((job.out / "timeline.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == expected - {"parent", "buffer"}
+    spans = [e for e in trace if e["ph"] == "X"]
+    assert {"generate", "reward", "log pi_ref", "publish", "evaluate", "pull weights"} <= {e["name"] for e in spans}
+    assert sum(e["name"] == "forward, backward, step" for e in spans) == 12 and all(e["dur"] >= 0 for e in spans)
+    for name in ("accuracy", "loss", "staleness", "timeline"):
         assert (job.out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for text in ("held-out accuracy before RL", "busy", str(job.out)):
         assert text in job.text
-    expected = {"parent", "trainer"} | (set() if mode == "onpolicy" else {"buffer"})
-    expected |= {f"searcher-{i}" for i in range(searchers if mode != "onpolicy" else 0)}
     assert set(job.pids()) == expected
     log = (job.out / "run.log").read_text()
     assert "the trainer is ready" in log and (mode == "onpolicy" or "searcher-0" in log)
@@ -89,8 +94,8 @@ def test_a_figure_is_redrawn_from_the_folder(start_job, tiny_folder):
     for png in (job.out / "figures").iterdir():
         png.unlink()
     done = subprocess.run([sys.executable, "plots.py", str(job.out)], capture_output=True, text=True)
-    assert done.returncode == 0 and len(done.stdout.split()) == 3, done.stderr
-    assert len(list((job.out / "figures").iterdir())) == 3
+    assert done.returncode == 0 and len(done.stdout.split()) == 4, done.stderr
+    assert len(list((job.out / "figures").iterdir())) == 4
     config = json.loads((job.out / "config.json").read_text())
     assert config["sync"] == "onpolicy" and config["gpus"] == 0 and config["generate_per_prompt"] == 4
 
