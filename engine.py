@@ -302,7 +302,7 @@ class HfEngine(Engine):
         answers = iter(self._generate(rows, greedy))
         return [(key, list(itertools.islice(answers, n))) for key, _, n, _ in batch]
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: the trainer evaluates with the model that it trains
     def _generate(self, prompts: list[np.ndarray], greedy: bool) -> list[Answer]:
         from transformers import GenerationConfig, LogitsProcessorList
 
@@ -313,20 +313,22 @@ class HfEngine(Engine):
             row[width - len(prompt) :] = prompt
             mask_row[width - len(prompt) :] = 1
         recorder = _Recorder(1.0 if greedy else self._sampling.temperature, width)
+        usual, self.model.generation_config = self.model.generation_config, GenerationConfig()  # no penalties etc.
         out = self.model.generate(
             torch.as_tensor(ids, device=self.model.device),
             attention_mask=torch.as_tensor(mask, device=self.model.device),
             generation_config=GenerationConfig(
                 do_sample=not greedy,
-                top_k=None,  # None and not 0: no truncation, or log mu would not be the model's
-                top_p=None,
-                temperature=None,
+                temperature=1.0,  # the recorder's matter
+                top_k=0,  # off, or log mu would not be the probability that was sampled from; None would mean 50
+                top_p=1.0,
                 max_new_tokens=self._sampling.max_new_tokens,
                 eos_token_id=list(self._sampling.stop_ids),
                 pad_token_id=self._pad,
             ),
             logits_processor=LogitsProcessorList([recorder]),
         )
+        self.model.generation_config = usual
         tokens, log_mu = out[:, width:].cpu().numpy().astype(np.int32), recorder.finish(out)
         return [self._cut(t, m) for t, m in zip(tokens, log_mu, strict=True)]
 

@@ -18,13 +18,16 @@ def _axes(title: str, ylabel: str):
     return figure, axes
 
 
-def reward_and_accuracy(rows: list[dict], start: float):
-    """Reward of the batches and held-out accuracy over trainer updates."""
-    evaluated = [(0, start)] + [(r["step"] + 1, r["accuracy"]) for r in rows if "accuracy" in r]
-    figure, axes = _axes(f"Held-out accuracy goes from {start:.2f} to {evaluated[-1][1]:.2f}", "share of answers")
+def reward_and_accuracy(rows: list[dict], evaluations: list):
+    """Reward of the batches and held-out accuracy over trainer updates; evaluations: (update, seconds, accuracy)."""
+    evaluated = [(step, accuracy) for step, _, accuracy in evaluations]
+    figure, axes = _axes(
+        f"Held-out accuracy goes from {evaluated[0][1]:.2f} to {evaluated[-1][1]:.2f}", "share of answers"
+    )
     axes.plot([r["step"] for r in rows], [r["reward"] for r in rows], color=COLOURS["reward"], label="reward of batch")
     axes.plot(*zip(*evaluated, strict=True), "o-", color=COLOURS["accuracy"], label="held-out accuracy, greedy")
-    axes.set_ylim(0, 1.02)
+    if all(0 <= r["reward"] <= 1 for r in rows):
+        axes.set_ylim(0, 1.02)
     axes.legend(loc="lower right")
     return figure
 
@@ -87,7 +90,7 @@ def draw(run: Path) -> list[Path]:
         raise ValueError(f"{run}/metrics.jsonl has no update in it: nothing to draw")
     summary = json.loads((run / "summary.json").read_text())
     figures = {
-        "accuracy": reward_and_accuracy(rows, summary["accuracy_before"]),
+        "accuracy": reward_and_accuracy(rows, summary["evaluations"]),
         "loss": loss(rows),
         "staleness": staleness(rows),
     }
@@ -104,7 +107,7 @@ def draw(run: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
+    if len(sys.argv) != 2 or not all((Path(sys.argv[1]) / f).exists() for f in ("metrics.jsonl", "summary.json")):
         sys.exit("usage: python plots.py runs/<run>   (a folder with metrics.jsonl and summary.json)")
     for path in draw(Path(sys.argv[1])):
         print(path)

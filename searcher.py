@@ -144,7 +144,7 @@ def make_engine(config, folder: str, tokenizer, stop_ids: list[int], task, devic
     if config.engine == "hf":
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
         return HfEngine(policy or load_policy(folder, device), s, pad)
-    memory = config.vllm_memory or (0.4 if config.gpus == 1 else 0.85)
+    memory = config.vllm_memory or (0.4 if config.gpus == 1 or config.sync == "onpolicy" else 0.85)
     return VllmEngine(folder, s, device, memory)
 
 
@@ -196,7 +196,7 @@ def barrier(searcher: Searcher, weights: SharedWeights, buffer, board: Board, ro
     d_local: list[Trajectory] = []
     prompts = max(1, searcher.config.in_flight // searcher.config.S)
     while not board.stopping:
-        d_local += searcher.round(prompts)
+        d_local = (d_local + searcher.round(prompts))[-searcher.config.buffer_capacity :]
         report(0)
         sync = board.get(Board.PARENT, "sync")
         if sync > board.get(row, "sync"):

@@ -112,7 +112,7 @@ def summary_text(summary: dict, out) -> str:
         [
             "",
             f"held-out accuracy  {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}"
-            f"   ({summary['steps']} updates, mean of the last three evaluations)",
+            f"   ({summary['steps']} updates, ended by {summary['ended_by']}; mean of the last three evaluations)",
             f"time               {summary['seconds_rl']:.1f} s of RL, of which {summary['seconds_evaluating']:.1f} s"
             f" evaluating; {summary['seconds_total']:.1f} s in all",
             f"trajectories       {summary['trajectories_generated']} generated,"

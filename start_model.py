@@ -33,7 +33,7 @@ def main(child, config) -> None:
 
     place = start_model_path(config)
     place.parent.mkdir(parents=True, exist_ok=True)
-    workshop = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
+    workshop = Path(tempfile.mkdtemp(prefix=f".making-{os.getpid()}-", dir=place.parent))
     try:
         load_task(config.task).make_start_model(workshop, config.seed)
         os.rename(workshop, place)
@@ -41,6 +41,12 @@ def main(child, config) -> None:
         if not (place / "config.json").exists():  # else another run was faster
             raise
     finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def clear_workshops(cache: Path, pid: int) -> None:
+    """Remove what a maker that was killed left unfinished."""
+    for workshop in cache.glob(f".making-{pid}-*"):
         shutil.rmtree(workshop, ignore_errors=True)
 
 

@@ -79,11 +79,13 @@ class Barrier:
     def next(self, step: int) -> Batch | None:
         if step % self.config.sync_every == 0:
             self._sync()
+        size = self.config.prompts_per_batch * self.config.K
         while not self.board.stopping:
-            batch = draw(self.buffer, self.config)
+            enough = step == 0 or (step + 1) * size <= self.config.replay_ratio * self.generated()
+            batch = draw(self.buffer, self.config) if enough else None
             if batch is not None:
                 return batch
-            self._sync()  # too few prompts yet: let the searchers bring more
+            self._sync()  # too little yet: let the searchers bring more
         return None
 
     def generated(self) -> int:

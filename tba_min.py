@@ -5,10 +5,13 @@ and the searchers, shows what happens, and cleans up, however the run ends. It t
 nothing heavy: *spawn* runs this file's top level again in every child, and start-up is most of a short run.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -28,16 +31,33 @@ GRACE = 4.0  # seconds that a stopped trainer has to end its update and save
 
 def main(argv: list[str] | None = None) -> int:
     """Run from the command line; returns the exit code."""
-    import tyro
+    from setproctitle import setproctitle
 
-    config = tyro.cli(Config, args=argv, prog="tba_min.py", description=Config.__doc__)
+    setproctitle("tba_min parent")
     try:
+        config = parse(argv)
+        check_task(config)  # first: resolving may download a model
         config = resolve(config)
-        check_task(config)
     except ConfigError as error:
         print(f"tba_min: {error}", file=sys.stderr)
         return EXIT_WRONG_OPTION
     return Run(config).go()
+
+
+def parse(argv: list[str] | None) -> Config:
+    """The configuration of a command line; what tyro refuses in a box is refused here in one line."""
+    import tyro
+
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(Config, args=argv, prog="tba_min.py", description=Config.__doc__)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        words = [line[1:-1].strip() for line in box.getvalue().splitlines() if line[:1] in ("│", "|")]  # no borders
+        text = " ".join(w for w in words if w.strip("─-") and "full helptext" not in w)
+        raise ConfigError(text.split(" Argument helptext:")[0]) from None
 
 
 def check_task(config: Config) -> None:
@@ -47,7 +67,7 @@ def check_task(config: Config) -> None:
     task = load_task(config.task)
     if len(task.train) < config.prompts_per_batch:
         raise ConfigError(f"--prompts-per-batch {config.prompts_per_batch}: the task has {len(task.train)} prompts")
-    if len(task.train) < config.searchers:
+    if len(task.train) < (config.searchers or 1):
         raise ConfigError(f"--searchers {config.searchers}: the task has {len(task.train)} prompts to share out")
     if not getattr(task, config.eval_split):
         raise ConfigError(f"--task {config.task}: it has no {config.eval_split} prompts; give it some")
@@ -65,6 +85,7 @@ class Run:
     def __init__(self, config: Config) -> None:
         # torch.multiprocessing is this module plus reducers for tensors, which children register as they import torch
         self.ctx = multiprocessing.get_context("spawn")
+        multiprocessing.util.get_temp_dir()  # for all processes' sockets, and removed with the parent
         self.started = time.time()
         self.config, self.screen = config, Screen(config)
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.task.split(':')[0]).stem}-{os.getpid()}"
@@ -122,17 +143,24 @@ class Run:
         c = self.config
         if c.model != "start":
             return c.model
-        from start_model import start_model_path
+        from start_model import clear_workshops, start_model_path
 
         place = start_model_path(c)
         if not (place / "config.json").exists():
             self.log.info(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
             # one thread: so small a model gains 15 % from a second one, and loses its minute on a busy machine
             self._spawn("start-model", "start_model", {"OMP_NUM_THREADS": "1"}, (c,))
-            while self.processes["start-model"].is_alive() and not self.interrupts:
+            maker = self.processes["start-model"]
+            while maker.is_alive() and not self.interrupts:
                 self._listen(0.1)
+            if self.interrupts:
+                maker.kill()
+            maker.join()
             self._listen(0.0)
-            self.processes.pop("start-model").join()
+            del self.processes["start-model"], self.pids["start-model"]
+            clear_workshops(place.parent, maker.pid)
+            if self.interrupts:
+                return str(place)
             self.log.info(f"start model ready after {time.time() - self.started:.0f} s, kept in {place}")
         return str(place)
 
@@ -202,8 +230,8 @@ class Run:
 
     def _listen(self, timeout: float) -> None:
         """Take in messages for up to `timeout` seconds; notice children that died."""
-        sentinels = {p.sentinel: name for name, p in self.processes.items()}
-        if self.manager:
+        sentinels = {p.sentinel: n for n, p in self.processes.items() if not self.ending or p.is_alive()}
+        if self.manager and not self.ending:
             sentinels[self.manager._process.sentinel] = "buffer"
         ready = wait([*self.pipes.values(), *sentinels], timeout)
         for name, pipe in list(self.pipes.items()):
@@ -223,7 +251,7 @@ class Run:
         elif kind == "accuracy" and self.before is None:
             self.before = value["accuracy"]
             self.screen.accuracy = value["accuracy"]
-            self.log.info(f"held-out accuracy before RL: {self.before:.3f} (greedy, on {self.config.eval_prompts})")
+            self.log.info(f"held-out accuracy before RL: {self.before:.3f} (greedy, on {value['prompts']})")
         elif kind == "done":
             self.result = value
         elif kind == "error" and self.ending:

@@ -91,7 +91,7 @@ class Learner:
         """One optimizer step on P groups of K; returns metrics of the whole update (README defines each).
 
         Raises:
-            FloatingPointError: when loss or gradient is not finite; the text names step, prompt and values.
+            FloatingPointError: when the loss is not finite (the text names step, prompt and values), or the gradient.
         """
         beta, lr = self.config.beta_at(self.step), self.config.lr_at(self.step)
         for group, rate in zip(self.optimizer.param_groups, (lr, self.config.lr_head), strict=False):
@@ -175,8 +175,8 @@ class Learner:
     def _check_finite(self, loss: torch.Tensor, groups: Batch, *per_answer: torch.Tensor) -> None:
         if torch.isfinite(loss):
             return
-        bad = torch.stack([~torch.isfinite(x) for x in per_answer]).any(0).any(1)  # [P]
-        p = int(bad.nonzero()[0]) if bad.any() else 0
+        size = torch.stack([x.detach().abs().nan_to_num(torch.inf) for x in per_answer]).amax((0, 2))  # [P]
+        p = int(size.argmax())  # the first that is not finite, otherwise the largest
         log_pi, log_ref, reward = ([round(v, 3) for v in x[p].tolist()] for x in per_answer)
         raise FloatingPointError(
             f"update {self.step}: the loss is {float(loss.detach())}; prompt {groups[p][0].prompt_id} has "
@@ -221,12 +221,11 @@ class Evaluator:
         pad = self.tokenizer.pad_token_id
         self.engine = HfEngine(model, sampling, stop[0] if pad is None else pad)
 
-    def __call__(self) -> tuple[float, list[tuple[str, str]]]:
-        """Share of prompts that are answered right, and the first few (prompt, answer)."""
+    def __call__(self) -> float:
+        """Share of prompts that are answered right."""
         answers = [a[0].tokens for a in self.engine.generate(self._ids, 1, greedy=True)]
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        pairs = list(zip(self.prompts, texts, strict=True))
-        return float(np.mean([self._is_right(self.task, p, t) for p, t in pairs])), pairs[:8]
+        return float(np.mean([self._is_right(self.task, p, t) for p, t in zip(self.prompts, texts, strict=True)]))
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ class Trainer:
             self._update(batch)
         seconds = time.time() - self.rl_start if self.rl_start else 0.0
         busy = self._busy()
-        if self.rl_start and self.accuracies[-1][0] != self.learner.step:
+        if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
             seconds = time.time() - self.rl_start
         return self._summary(before, seconds, busy)
@@ -310,16 +309,22 @@ class Trainer:
 
     def _evaluate(self) -> float:
         with self.clock.span("evaluate"):
-            accuracy, examples = self.evaluate()
+            accuracy = self.evaluate()
         seconds = time.time() - self.rl_start if self.rl_start else 0.0
         self.accuracies.append((self.learner.step, seconds, accuracy))
-        self.child.tell("accuracy", {"step": self.learner.step, "accuracy": accuracy, "examples": examples})
+        self.child.tell("accuracy", {"accuracy": accuracy, "prompts": len(self.evaluate.prompts)})
         return accuracy
+
+    def _ended_by(self) -> str:
+        if self.learner.step >= self.config.steps:
+            return "--steps"
+        return "a stop from outside" if self.child.board.stopping else "--max-seconds"
 
     def _summary(self, before: float, seconds: float, busy: float) -> dict:
         last = [a for _, _, a in self.accuracies[1:]][-3:]
         return {
             "steps": self.learner.step,
+            "ended_by": self._ended_by(),
             "accuracy_before": before,
             "accuracy_after": float(np.mean(last)) if last else before,  # mean of the last three evaluations
             "evaluations": self.accuracies,

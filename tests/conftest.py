@@ -36,20 +36,32 @@ class Job:
     def __init__(self, out: Path, *args: str) -> None:
         self.out = out
         self.shm: set[str] = set()  # files in /dev/shm that its processes were seen to use
+        self.tmp = out.parent / f"tmp-{out.name}"  # its own: sockets that are left can be seen
+        self.tmp.mkdir(parents=True)
+        self.text = ""
         command = [sys.executable, str(ROOT / "tba_min.py"), "--out", str(out), *map(str, args)]
+        self.output = open(self.tmp / "output", "w+")
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=ROOT,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"TMPDIR": str(self.tmp)},
         )
 
     def wait(self, timeout: float = 240) -> int:
         """Wait for its end; keeps what it printed in `text`."""
-        try:
-            self.text, _ = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            for process in self.family():
-                process.kill()
-            self.text, _ = self.process.communicate()
-            pytest.fail(f"not ended after {timeout} s:\n{self.text[-3000:]}")
+        deadline = time.time() + timeout
+        while self.process.poll() is None:
+            family = self.family()  # also notes the shared memory in use
+            if time.time() > deadline:
+                for process in family:
+                    process.kill()
+                self.process.wait()
+                pytest.fail(f"not ended after {timeout} s:\n{self.printed()[-3000:]}")
+            time.sleep(0.2)
+        self.text = self.printed()
         return self.process.returncode
 
     def wait_for(self, condition, timeout: float = 120):
@@ -57,10 +69,12 @@ class Job:
         deadline = time.time() + timeout
         while not (value := condition(self)):
             if self.process.poll() is not None or time.time() > deadline:
-                text = self.process.communicate(timeout=10)[0] if self.process.poll() is not None else ""
-                pytest.fail(f"the run ended or nothing came in {timeout} s:\n{text[-3000:]}")
+                pytest.fail(f"the run ended or nothing came in {timeout} s:\n{self.printed()[-3000:]}")
             time.sleep(0.1)
         return value
+
+    def printed(self) -> str:
+        return (self.tmp / "output").read_text()
 
     def family(self) -> list[psutil.Process]:
         """The run's parent and all its descendants."""
@@ -97,6 +111,11 @@ class Job:
         assert not alive, f"still running: {alive}"
         left = [path for path in self.shm if os.path.exists(path)]
         assert not left, f"shared memory is left: {left}"
+        assert self.shm, "no shared memory was seen: this test has not looked"
+        deadline = time.time() + 5
+        while (sockets := list(self.tmp.glob("pymp-*"))) and time.time() < deadline:
+            time.sleep(0.1)
+        assert not sockets, f"sockets are left: {sockets}"
 
 
 def shared_memory(pid: int) -> set[str]:

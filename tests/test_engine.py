@@ -47,13 +47,13 @@ def engine(request, folder):
     return VllmEngine(folder, sampling(), enable_prefix_caching="prefix" in request.param)
 
 
-def largest_difference(engine, model, n=8):
+def largest_difference(engine, model, n=8, at=TEMPERATURE):
     """Between the engine's log-probabilities and the model's forward, at the sampling temperature, in nats."""
     groups = engine.generate(PROMPTS, n)
     flat = [(p, a) for p, group in zip(PROMPTS, groups, strict=True) for a in group]
     tokens = collate([p for p, _ in flat], [a.tokens for _, a in flat], 0)
     with torch.no_grad():
-        logp = response_logprobs(model, tokens, TEMPERATURE).numpy()
+        logp = response_logprobs(model, tokens, at).numpy()
     return max(np.abs(logp[i, : len(a.tokens)] - a.log_mu).max() for i, (_, a) in enumerate(flat))
 
 
@@ -168,6 +168,21 @@ def test_a_layer_that_keeps_old_weights_is_an_error(folder):
     engine, model = VllmEngine(folder, sampling()), load_policy(folder)
     with pytest.raises(Exception, match="still have old weights"):
         engine.load_weights([(n, t) for n, t in named_weights(model) if "mlp" not in n])
+
+
+def test_hf_samples_from_the_whole_vocabulary_whatever_the_folder_says(tmp_path):
+    """transformers' default is the best 50 tokens, and a model's folder may name penalties of its own."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).eval()
+    hostile = GenerationConfig(top_k=5, top_p=0.2, temperature=0.1, do_sample=True, repetition_penalty=3.0)
+    model.generation_config = hostile
+    engine = HfEngine(model, Sampling(1.0, 4, (1,), LONGEST, 512), pad=0)
+    answers = engine.generate(PROMPTS[:1], 512)[0]
+    assert len({int(a.tokens[0]) for a in answers}) > 200  # of 1,000 nearly equal ones
+    assert largest_difference(engine, model, at=1.0) < 1e-5
+    assert model.generation_config is hostile
 
 
 def test_hf_refuses_a_partial_update(folder):

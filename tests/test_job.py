@@ -114,6 +114,33 @@ def test_ctrl_c(start_job, tiny_folder, engine):
     assert "Traceback" not in job.text
 
 
+def test_ctrl_c_twice(start_job, tiny_folder):
+    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--engine", "hf", "--model", tiny_folder)
+    family = job.wait_for(lambda j: len(j.rows()) > 3 and j.family())
+    job.interrupt()
+    time.sleep(0.05)
+    job.interrupt()
+    assert job.wait(30) == 130, job.text
+    job.assert_nothing_left(family)
+
+
+def test_ctrl_c_while_the_start_model_is_made(start_job, tmp_path):
+    job = start_job("--gpus", 0, "--cache", tmp_path / "cache")
+    family = job.wait_for(lambda j: list((tmp_path / "cache").glob(".making-*")) and j.family())
+    job.interrupt()
+    assert job.wait(30) == 130, job.text
+    job.assert_nothing_left(family)
+    assert not list((tmp_path / "cache").iterdir())
+    assert "start model ready" not in job.text
+
+
+def test_the_time_limit(start_job, tiny_folder):
+    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 3, "--engine", "hf", "--model", tiny_folder)
+    assert job.wait() == 0, job.text
+    assert job.summary()["ended_by"] == "--max-seconds" and job.summary()["outcome"] == "completed"
+    job.assert_nothing_left()
+
+
 def test_ctrl_c_while_starting(start_job, tiny_folder):
     job = start_job(*SHORT, "--model", tiny_folder)
     family = job.wait_for(lambda j: (j.out / "pids.json").exists() and "trainer" in j.pids() and j.family())
