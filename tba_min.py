@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
 import time
@@ -55,9 +56,9 @@ def parse(argv: list[str] | None) -> Config:
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        words = [line[1:-1].strip() for line in box.getvalue().splitlines() if line[:1] in ("│", "|")]  # no borders
-        text = " ".join(w for w in words if w.strip("─-") and "full helptext" not in w)
-        raise ConfigError(text.split(" Argument helptext:")[0]) from None
+        lines = [line.strip(" │|") for line in box.getvalue().splitlines()[1:]]  # without title and borders
+        text = " ".join(line for line in lines if line.strip("─-╰╯"))
+        raise ConfigError(re.split(" (Argument|For full) helptext", text)[0]) from None
 
 
 def check_task(config: Config) -> None:
