@@ -17,6 +17,7 @@ setup: $(STAMP)
 
 $(STAMP): $(REQUIREMENTS)
 	@echo "setting up $(VENV) from $(REQUIREMENTS): about 2 GB and 2 to 5 minutes, once ..."
+	@$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("tba_min: the pinned packages are for Python 3.11, this is " + sys.version.split()[0] + "; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(PIP) --no-deps $(TORCH) 2>$(VENV)/torch.log || $(PIP) --no-deps --index-url https://download.pytorch.org/whl/cpu $(TORCH) || { cat $(VENV)/torch.log; exit 1; }
