@@ -32,6 +32,7 @@ class Screen:
         self._rate = 0.0
         self._drawn = self._printed = 0.0
         self._live = None
+        self._started = time.time()
         self._terminal = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
@@ -77,13 +78,21 @@ class Screen:
         return f"{max(0, left):.0f} s"
 
     def tick(self) -> None:
-        """Redraw, a few times a second."""
-        if not self._terminal or self._now is None or time.time() - self._drawn < 0.25:
+        """Redraw, a few times a second: before the first update the seconds, then the table."""
+        if not self._terminal or time.time() - self._drawn < 0.25:
             return
         from rich.live import Live
-        from rich.table import Table
 
         self._drawn = time.time()
+        if self._live is None:
+            self._live = Live(auto_refresh=False)
+            self._live.start()
+        shown = f"... {time.time() - self._started:.0f} s" if self._now is None else self._table()
+        self._live.update(shown, refresh=True)
+
+    def _table(self):
+        from rich.table import Table
+
         table = Table(box=None, header_style="bold")
         for heading in COLUMNS:
             table.add_column(heading, justify="right")
@@ -91,10 +100,7 @@ class Screen:
             table.add_row(*row)
         if not self._rows or self._rows[-1] is not self._now:
             table.add_row(*self._now, style="dim")
-        if self._live is None:
-            self._live = Live(auto_refresh=False)
-            self._live.start()
-        self._live.update(table, refresh=True)
+        return table
 
     def close(self) -> None:
         """Leave the last table standing."""

@@ -154,6 +154,7 @@ class Run:
             maker = self.processes["start-model"]
             while maker.is_alive() and not self.interrupts:
                 self._listen(0.1)
+                self.screen.tick()
             if self.interrupts:
                 maker.kill()
             maker.join()
