@@ -75,3 +75,13 @@ def test_readme_has_the_measured_numbers():
     for r in rows:
         row = f"| {r['seed']} | {r['accuracy_before']:.3f} | {r['accuracy_after']:.3f} | {r['seconds_rl']:.0f} |"
         assert row in text, row
+
+
+def test_readmes_example_task_works(tmp_path):
+    from tasks import is_right, load_task
+
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    (tmp_path / "rhymes.py").write_text(code)
+    task = load_task(f"{tmp_path / 'rhymes.py'}:make_task")
+    assert task.reward("moon: ", "soon") == 1 and is_right(task, "cat: ", "hat") and not is_right(task, "cat: ", "dog")
+    assert len(task.train) >= 16
