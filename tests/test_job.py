@@ -14,7 +14,7 @@ import torch
 
 SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-per-prompt", "4", "--eval-every", "5"]
 SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
-SHORT += ["--task", "tests/even_digits.py:make_task"]
+SHORT += ["--task", "tests/checksum.py:make_task"]
 SUMMARY = """task model engine sync seed steps accuracy_before accuracy_after seconds_total seconds_rl
     trajectories_generated trajectories_trained staleness_mean staleness_max busy_trainer busy_searchers""".split()
 RIGHT_NEVER = """

@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.slow
 QUICK = ["--gpus", "0", "--engine", "hf", "--steps", "6", "--prompts-per-batch", "4", "--samples-per-prompt", "4"]
 QUICK += ["--eval-every", "3", "--eval-prompts", "50", "--in-flight", "64", "--decay-steps", "0"]
-QUICK += ["--task", "tests/even_digits.py:make_task"]
+QUICK += ["--task", "tests/checksum.py:make_task"]
 LOSSES = {
     "tb": [],
     "tb, learned log Z": ["--log-z", "learned"],
