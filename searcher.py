@@ -75,11 +75,14 @@ class Searcher:
 
     def refill(self, limit: int) -> None:
         """Ask the engine for groups until `limit` answers are in flight."""
-        while self.engine.in_flight + self.config.S <= limit:
-            prompt_id = next(self.stream)
-            self._begun[self._next_key] = (prompt_id, self.version)
-            self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
-            self._next_key += 1
+        if self.engine.in_flight + self.config.S > limit:
+            return
+        with self.clock.span("add requests"):
+            while self.engine.in_flight + self.config.S <= limit:
+                prompt_id = next(self.stream)
+                self._begun[self._next_key] = (prompt_id, self.version)
+                self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
+                self._next_key += 1
 
     def step(self) -> list[Trajectory]:
         """Generate for a moment; the groups that finished, scored."""
