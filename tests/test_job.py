@@ -203,6 +203,10 @@ def test_ages_of_what_is_drawn(start_job, tiny_folder, m):
 
 def test_two_runs_at_once(start_job, tiny_folder):
     jobs = [start_job(*SHORT, "--engine", "hf", "--model", tiny_folder, "--seed", s) for s in (0, 1)]
+    while any(job.process.poll() is None for job in jobs):
+        for job in jobs:
+            job.family()  # notes the shared memory in use
+        time.sleep(0.1)
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].text + jobs[1].text
     for job in jobs:
         job.assert_nothing_left()
