@@ -16,7 +16,7 @@ run: setup
 setup: $(STAMP)
 
 $(STAMP): $(REQUIREMENTS)
-	@echo "setting up $(VENV) from $(REQUIREMENTS): about 2 GB and 2 to 5 minutes, once ..."
+	@echo "setting up $(VENV) from $(REQUIREMENTS): about 2 GB, a few minutes, once ..."
 	@$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("tba_min: the pinned packages are for Python 3.11, this is " + sys.version.split()[0] + "; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)

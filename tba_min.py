@@ -149,7 +149,7 @@ class Run:
         place = start_model_path(c)
         if not (place / "config.json").exists():
             self.log.info(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
-            # one thread: so small a model gains 15 % from a second one, and loses its minute on a busy machine
+            # one thread: so small a model gains little from a second one, and on a busy machine that costs minutes
             self._spawn("start-model", "start_model", {"OMP_NUM_THREADS": "1"}, (c,))
             maker = self.processes["start-model"]
             while maker.is_alive() and not self.interrupts:
