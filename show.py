@@ -126,6 +126,7 @@ def summary_text(summary: dict, out) -> str:
             f"staleness          {summary['staleness_mean']:.1f} updates on average,"
             f" {summary['staleness_max']:.0f} at most",
             f"busy               trainer {summary['busy_trainer']:.0%}, searchers {searchers}",
+            *([f"restarts           {summary['restarts']} of searchers"] if summary["restarts"] else []),
             f"run                {out}",
         ]
     )

@@ -21,16 +21,16 @@ class Prefetch:
 
     waits = True
 
-    def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
-        self.buffer, self.config, self.board = buffer, config, board
+    def __init__(self, buffer: RemoteBuffer, config, child, trained: int = 0) -> None:
+        self.buffer, self.config, self.child, self.board = buffer, config, child, child.board
         self._ready: queue.Queue = queue.Queue(maxsize=1)
-        self._drawn = 0  # batches
+        self._drawn = trained  # trajectories
         threading.Thread(target=self._fetch, daemon=True, name="prefetch").start()
 
     def next(self, step: int) -> Batch | None:
         """The next batch; None when the run is being stopped. Raises what the fetching raised."""
         while not self.board.stopping:
-            self.board.set(Board.TRAINER, "alive", time.time())
+            self.child.beat()
             try:
                 batch = self._ready.get(timeout=0.1)
             except queue.Empty:
@@ -44,6 +44,10 @@ class Prefetch:
         """Trajectories that the searchers generated so far."""
         return int(sum(self.board.of_searchers("generated")))
 
+    def state_dict(self) -> dict:
+        """Counts of each searcher, which its next incarnation goes on from."""
+        return {name: self.board.of_searchers(name) for name in Board.COUNTS}
+
     def _fetch(self) -> None:
         try:
             while not self.board.stopping:
@@ -51,7 +55,7 @@ class Prefetch:
                 if batch is None:
                     time.sleep(0.002)
                     continue
-                self._drawn += 1
+                self._drawn += sum(map(len, batch))
                 while not self.board.stopping:
                     try:
                         self._ready.put(batch, timeout=0.1)
@@ -63,7 +67,7 @@ class Prefetch:
 
     def _may_draw(self) -> bool:
         """Replay ratio: trained <= ratio * generated. The first batch is free."""
-        trained = (self._drawn + 1) * self.config.prompts_per_batch * self.config.K
+        trained = self._drawn + self.config.prompts_per_batch * self.config.K
         return self._drawn == 0 or trained <= self.config.replay_ratio * self.generated()
 
 
@@ -72,12 +76,12 @@ class Barrier:
 
     waits = True
 
-    def __init__(self, buffer: RemoteBuffer, config, board: Board) -> None:
-        self.buffer, self.config, self.board = buffer, config, board
+    def __init__(self, buffer: RemoteBuffer, config, child) -> None:
+        self.buffer, self.config, self.child, self.board = buffer, config, child, child.board
         self._syncs = 0
 
     def next(self, step: int) -> Batch | None:
-        if step % self.config.sync_every == 0:
+        if step % self.config.sync_every == 0 or not self._syncs:  # a resumed run starts with one too
             self._sync()
         size = self.config.prompts_per_batch * self.config.K
         while not self.board.stopping:
@@ -88,14 +92,13 @@ class Barrier:
             self._sync()  # too little yet: let the searchers bring more
         return None
 
-    def generated(self) -> int:
-        return int(sum(self.board.of_searchers("generated")))
+    generated, state_dict = Prefetch.generated, Prefetch.state_dict
 
     def _sync(self) -> None:
         self._syncs += 1
         self.board.set(Board.TRAINER, "sync", self._syncs)
         while self.board.get(Board.PARENT, "go") < self._syncs and not self.board.stopping:
-            self.board.set(Board.TRAINER, "alive", time.time())
+            self.child.beat()
             time.sleep(0.001)
 
 
@@ -104,8 +107,8 @@ class OnPolicy:
 
     waits = False  # it generates meanwhile
 
-    def __init__(self, searcher, model, config, board: Board) -> None:
-        self.searcher, self.model, self.config, self.board = searcher, model, config, board
+    def __init__(self, searcher, model, config, child) -> None:
+        self.searcher, self.model, self.config, self.board = searcher, model, config, child.board
 
     def next(self, step: int) -> Batch | None:
         clock = self.searcher.clock
@@ -125,6 +128,9 @@ class OnPolicy:
 
     def generated(self) -> int:
         return self.searcher.generated
+
+    def state_dict(self) -> dict:
+        return self.searcher.state_dict()
 
 
 def draw(buffer: ReplayBuffer | RemoteBuffer, config) -> Batch | None:
