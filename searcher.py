@@ -228,7 +228,7 @@ def main(child, config, folder: str, out, index: int, incarnation: int, address:
         return
     searcher.pull(weights)
     buffer = RemoteBuffer(buffer_proxy)
-    board.set(row, "sync", board.get(Board.PARENT, "sync"))  # barrier: there is nothing yet to merge
+    board.set(row, "sync", board.get(Board.PARENT, "go"))  # barrier: those that are over need nothing from this one
     child.tell("ready")
     log.info("searcher %d is ready after %.0f s (%s)", index, time.time() - child.started, config.engine)
     report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
