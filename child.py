@@ -5,7 +5,6 @@ A child takes the run's folder, board and pipes, does its job, and tells the par
 """
 
 import importlib
-import json
 import logging
 import logging.handlers
 import multiprocessing
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from metrics import Board, Clock
+from metrics import Board, Clock, save_spans
 
 ORPHANED = 3  # exit code of a child whose parent is gone
 
@@ -71,9 +70,7 @@ def run(module: str, name: str, board: Board, messages: Connection, logs, device
         with child.clock.span("import"):
             target = importlib.import_module(module).main
         target(child, *args)
-        spans = out / f"{name}.spans.json"
-        spans.with_suffix(".new").write_text(json.dumps(child.clock.spans))
-        os.replace(spans.with_suffix(".new"), spans)  # whole or not at all: the parent's patience ends
+        save_spans(child.clock, out / f"{name}.spans.json")
     except BaseException as error:  # the last stop: everything is reported, nothing goes on
         code = 1
         messages.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))

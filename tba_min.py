@@ -24,7 +24,7 @@ import child
 from child import environment, start_logging, uninterrupted
 from config import Config, ConfigError, resolve, save
 from metrics import Board, merge_timeline
-from show import Screen, summary_text
+from show import Screen, bottleneck, summary_text
 
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
 GRACE = 4.0  # seconds that a stopped trainer has to end its update and save
@@ -307,15 +307,18 @@ class Run:
     def _summarise(self, outcome: str) -> None:
         """Write summary.json, draw the figures, say how it went."""
         c, result = self.config, self.result
+        waits = merge_timeline(self.out)
         summary = {
             "outcome": outcome,
             **{key: getattr(c, key) for key in ("task", "model", "engine", "sync", "seed", "searchers", "gpus")},
             **result,
             "busy_searchers": self.board.of_searchers("busy"),
+            "replay_ratio": c.replay_ratio,
+            "waits": {"trainer": result["waits_trainer"]} | {n: w for n, w in waits.items() if n != "trainer"},
             "seconds_total": time.time() - self.started,
         }
+        summary["bottleneck"], summary["advice"] = bottleneck(summary)
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        merge_timeline(self.out)
         if result["steps"]:
             from plots import draw
 

@@ -8,7 +8,6 @@ import copy
 import logging
 import time
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import baselines
 from buffer import RemoteBuffer, pack
 from engine import HfEngine, Sampling
 from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
-from metrics import Board, Clock, JsonLines
+from metrics import Board, Clock, EventLog, JsonLines, backlog
 from policy import (
     collate,
     load_policy,
@@ -71,9 +70,11 @@ class Learner:
         model: the policy, fp32 master weights.
         config: loss and its options, lr and its schedule, beta and its schedule, temperature, micro_batch_tokens.
         pad: token id for padding; any will do.
+        clock: where the time goes.
     """
 
-    def __init__(self, model, config, pad: int) -> None:
+    def __init__(self, model, config, pad: int, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         self.model, self.config, self.pad, self.step = model, config, pad, 0
         self.head: torch.nn.Linear | None = None  # V(x), reward units: log Z(x) = V / beta, or the critic of vtrace
         if config.loss == "vtrace" or (config.loss == "tb" and config.log_z == "learned"):
@@ -98,18 +99,20 @@ class Learner:
             group["lr"] = rate
         self._before_update(groups)
         sums: dict[str, float] = {}
-        for part in micro_batches(groups, self.config.micro_batch_tokens):
-            share = len(part) / len(groups)
-            loss, metrics = self._loss(part, beta)
-            (share * loss).backward()
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + share * value
-        clip = self.config.grad_clip or float("inf")
-        sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        if not np.isfinite(sums["loss"] + sums["grad_norm"]):
-            raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.clock.span("forward, backward"):
+            for part in micro_batches(groups, self.config.micro_batch_tokens):
+                share = len(part) / len(groups)
+                loss, metrics = self._loss(part, beta)
+                (share * loss).backward()
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + share * value
+        with self.clock.span("step"):
+            clip = self.config.grad_clip or float("inf")
+            sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+            if not np.isfinite(sums["loss"] + sums["grad_norm"]):
+                raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return sums | {"beta": beta, "lr": lr}
 
@@ -248,61 +251,63 @@ class Trainer:
         self.accuracies: list[tuple[int, float, float]] = []  # trainer update, seconds of RL, accuracy
         self.stale: list[tuple[float, float]] = []
         self.trained = 0
-        self.rl_start = self._waited = 0.0
+        self.rl_start = 0.0
+        self.events = EventLog(out / "events-trainer.jsonl" if config.event_log else None)
 
     def run(self) -> dict:
         """Train to the end of the steps, the time or the patience of the parent; returns the summary."""
         before = self._evaluate()
         while self.learner.step < self.config.steps and not self.child.board.stopping and not self._time_is_up():
-            with self.clock.span("wait for data") if self.source.waits else nullcontext():
-                batch = self.source.next(self.learner.step)
+            batch = self.source.next(self.learner.step)
             if batch is None:
                 break
             if not self.rl_start:
                 self._start_clock()
             self._update(batch)
         seconds = time.time() - self.rl_start if self.rl_start else 0.0
-        busy = self._busy()
+        busy, waits = self.clock.busy(), self.clock.waits()
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
             seconds = time.time() - self.rl_start
-        return self._summary(before, seconds, busy)
+        return self._summary(before, seconds) | {"busy_trainer": busy, "waits_trainer": waits}
 
     def _start_clock(self) -> None:
-        self.rl_start, self._waited = time.time(), self.clock.waited()
+        self.rl_start = time.time()
+        self.clock.begin()
         self.child.board.set(Board.TRAINER, "rl_start", self.rl_start)
 
     def _time_is_up(self) -> bool:
         limit = self.config.max_seconds
         return bool(limit and self.rl_start and time.time() - self.rl_start > limit)
 
-    def _busy(self) -> float:
-        spent = time.time() - self.rl_start if self.rl_start else 0.0
-        return 1 - (self.clock.waited() - self._waited) / spent if spent > 0 else 0.0
-
     def _update(self, batch: Batch) -> None:
         step, config = self.learner.step, self.config
         row = {"step": step, "seconds": time.time() - self.rl_start} | batch_metrics(batch, step)
-        with self.clock.span("forward, backward, step"):
-            try:
-                row |= self.learner.update(batch)
-            except FloatingPointError as error:
-                place = self.out / f"bad-batch-{step}.npz"
-                np.savez(place, *pack([t for group in batch for t in group]))
-                raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
+        self.events.write("train", step=step, uids=[[int(n) for n in t.uid] for group in batch for t in group])
+        try:
+            row |= self.learner.update(batch)
+        except FloatingPointError as error:
+            place = self.out / f"bad-batch-{step}.npz"
+            np.savez(place, *pack([t for group in batch for t in group]))
+            raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
         version = self.learner.step
         if version % config.sync_every == 0:
             with self.clock.span("publish"):
                 self.publish(named_weights(self.learner.model), version)
+            self.child.board.set(Board.TRAINER, "version", version)
+            self.events.write("publish", version=version)
         self.trained += sum(map(len, batch))
         self.stale.append((row["staleness"], row["staleness_max"]))
         if config.eval_every and version % config.eval_every == 0:
             row["accuracy"] = self._evaluate()
         board = self.child.board
         row["trained"], row["generated"] = self.trained, self.source.generated()
-        row["busy_trainer"], row["busy_searchers"] = self._busy(), board.of_searchers("busy")
+        row["backlog"] = backlog(config, row["generated"], row["trained"])
+        row["busy_trainer"], row["busy_searchers"] = self.clock.busy(), board.of_searchers("busy")
+        row["waited"] = sum(self.clock.waits().values())
         row["seconds_after"] = time.time() - self.rl_start
         board.set(Board.TRAINER, "busy", row["busy_trainer"])
+        board.set(Board.TRAINER, "trained", self.trained)
         board.set(Board.TRAINER, "alive", time.time())
         self.file.write(row)
         self.child.tell("row", row)
@@ -320,7 +325,7 @@ class Trainer:
             return "--steps"
         return "a stop from outside" if self.child.board.stopping else "--max-seconds"
 
-    def _summary(self, before: float, seconds: float, busy: float) -> dict:
+    def _summary(self, before: float, seconds: float) -> dict:
         last = [a for _, _, a in self.accuracies[1:]][-3:]
         return {
             "steps": self.learner.step,
@@ -334,7 +339,8 @@ class Trainer:
             "trajectories_trained": self.trained,
             "staleness_mean": float(np.mean([m for m, _ in self.stale])) if self.stale else 0.0,
             "staleness_max": max([m for _, m in self.stale], default=0.0),
-            "busy_trainer": busy,
+            "late_prefetches": self.source.late,
+            "threads": torch.get_num_threads(),
             "seconds_trainer": dict(self.clock.seconds),
         }
 
@@ -356,7 +362,7 @@ def main(child, config, folder: str, out: Path, weight_pipes: list, buffer_proxy
         task, model = load_task(config.task), load_policy(folder, child.device, trainable=True)
         evaluate = Evaluator(model, folder, task, config)
     pad = evaluate.tokenizer.pad_token_id or 0
-    learner = Learner(model, config, pad)
+    learner = Learner(model, config, pad, clock)
     if config.sync == "onpolicy":
         import searcher
 
@@ -368,7 +374,7 @@ def main(child, config, folder: str, out: Path, weight_pipes: list, buffer_proxy
         weights.publish(named_weights(model), 0)
         for pipe in weight_pipes:
             pipe.send(weights)  # torch.multiprocessing sends the memory's file descriptor, not its bytes
-        source = (Barrier if config.sync == "barrier" else Prefetch)(RemoteBuffer(buffer_proxy), config, board)
+        source = (Barrier if config.sync == "barrier" else Prefetch)(RemoteBuffer(buffer_proxy), config, board, clock)
         publish = weights.publish
     log.info("the trainer is ready after %.0f s", time.time() - child.started)
     trainer = Trainer(child, config, out, learner, evaluate, source, publish)
