@@ -101,6 +101,7 @@ class Searcher:
         prompt_id = next(self.stream)
         self._begun[self._next_key] = prompt_id
         self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
+        self.events.write("add", engine_step=self.steps, key=self._next_key)
         self._next_key += 1
 
     def step(self) -> list[Trajectory]:
@@ -112,7 +113,10 @@ class Searcher:
             return []
         groups = [(self._begun.pop(key), answers) for key, answers in finished]
         self.generated += sum(len(answers) for _, answers in groups)
-        return self._score(groups)
+        out = self._score(groups)
+        answers = [[t.uid[2], len(t.response), t.policy_version, t.version_last] for t in out]
+        self.events.write("finish", engine_step=self.steps, keys=[key for key, _ in finished], answers=answers)
+        return out
 
     def round(self, prompts: int) -> list[Trajectory]:
         """Generate and score groups for that many prompts, and let the engine run empty."""
@@ -146,8 +150,6 @@ class Searcher:
             what = (self._tokens(prompt_id), answer.tokens, answer.finish_reason, reward, ref, answer.log_mu)
             versions = (answer.version_first, answer.version_last)
             out.append(Trajectory(uid, prompt_id, *what, *versions, self.uid[0]))
-        answers = [[t.uid[2], len(t.response), t.policy_version, t.version_last] for t in out]
-        self.events.write("finish", engine_step=self.steps, answers=answers)
         return out
 
     @torch.inference_mode()
