@@ -76,6 +76,17 @@ class Engine:
 # --- vLLM -----------------------------------------------------------------------------------------------------------
 
 
+def import_vllm(device: str) -> None:
+    """Import vLLM (seconds), with the settings that it reads then."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records go where ours go
+    if torch.device(device).type == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from vllm import LLM  # noqa: F401 - vllm's top level is lazy
+
+
 class VllmEngine(Engine):
     """vLLM, driven step by step.
 
@@ -94,17 +105,12 @@ class VllmEngine(Engine):
         recompute_kv: bool = False,
         **options,
     ):
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records go where ours go
-        on_cpu = torch.device(device).type == "cpu"
-        if on_cpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        import_vllm(device)
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
         _register_transfer_engine()
+        on_cpu = torch.device(device).type == "cpu"
         length = sampling.max_prompt + sampling.max_new_tokens
         block = 32  # the smallest on a CPU
         cpu_options = {

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from buffer import RemoteBuffer, Trajectory
-from engine import Answer, Engine, HfEngine, Sampling, VllmEngine
+from engine import Answer, Engine, HfEngine, Sampling, VllmEngine, import_vllm
 from loss import sequence_logprobs
 from metrics import Board, Clock, EventLog, JsonLines, backlog
 from policy import collate, load_policy, response_logprobs
@@ -182,6 +182,9 @@ def build(config, folder: str, device: str, index: int, incarnation: int, clock:
     from policy import load_tokenizer, stop_tokens
     from tasks import load_task
 
+    if config.engine == "vllm":
+        with clock.span("import"):
+            import_vllm(device)
     with clock.span("load"):
         task, tokenizer = load_task(config.task), load_tokenizer(folder)
         reference = load_policy(folder, device)

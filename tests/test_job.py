@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from metrics import read_jsonl
+from plots import SPANS
+from show import CURES
 
 SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-per-prompt", "4", "--eval-every", "5"]
 SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
 SHORT += ["--task", "tests/checksum.py:make_task"]
 SUMMARY = """task model engine sync seed steps accuracy_before accuracy_after seconds_total seconds_rl
     trajectories_generated trajectories_trained staleness_mean staleness_max busy_trainer busy_searchers""".split()
+WORK = {"import", "load", "generate", "reward", "log pi_ref", "hand over", "pull weights"}
+WORK |= {"sample", "forward, backward", "step", "publish", "evaluate"}
+WAITS = {"eager": {"wait for start"}, "barrier": {"wait for sync"}, "onpolicy": set()}
 RIGHT_NEVER = """
 class Broken:
     train = validation = heldout = [f"{i}+1=" for i in range(10, 60)]
@@ -33,7 +38,17 @@ def make_task():
 @pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy", "eager with two searchers"])
 def test_the_whole_job(start_job, tiny_folder, mode):
     searchers = 2 if "two" in mode else 1
-    args = ["--sync", mode.split()[0], "--searchers", searchers, "--sync-every", 2, "--recency-prob", 1.0]
+    args = [
+        "--sync",
+        mode.split()[0],
+        "--searchers",
+        searchers,
+        "--sync-every",
+        2,
+        "--recency-prob",
+        1.0,
+        "--event-log",
+    ]
     job = start_job(*SHORT, *args, "--model", tiny_folder)
     family = job.wait_for(lambda j: j.rows() and j.family())
     assert job.wait() == 0, job.text
@@ -59,15 +74,26 @@ def test_the_whole_job(start_job, tiny_folder, mode):
     trace = json.loads((job.out / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == expected - {"parent", "buffer"}
     spans = [e for e in trace if e["ph"] == "X"]
-    assert {"generate", "reward", "log pi_ref", "publish", "evaluate", "pull weights"} <= {e["name"] for e in spans}
+    assert WORK | WAITS[mode.split()[0]] <= {e["name"] for e in spans} <= set(SPANS) | set(CURES) | {"wait for start"}
     assert sum(e["name"] == "forward, backward" for e in spans) == 12 and all(e["dur"] >= 0 for e in spans)
     for name in ("accuracy", "loss", "staleness", "timeline"):
         assert (job.out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for text in ("held-out accuracy before RL", "busy", str(job.out)):
         assert text in job.text
     assert set(job.pids()) == expected
+    assert_fair_threads(json.loads((job.out / "config.json").read_text()), summary, mode, searchers)
+    if mode == "onpolicy":  # each answer is learnt from once, at once
+        trained = [e["uids"] for e in read_jsonl(job.out / "events-trainer.jsonl") if e["event"] == "train"]
+        assert sorted(uid for uids in trained for uid in uids) == [[0, 0, c] for c in range(12 * 16)]
+        assert summary["trajectories_generated"] == 12 * 16
     log = (job.out / "run.log").read_text()
     assert "the trainer is ready" in log and (mode == "onpolicy" or "searcher-0" in log)
+
+
+def assert_fair_threads(config, summary, mode, searchers):
+    """onpolicy has as many threads in its one process as the others have in all."""
+    processes = 1 if mode == "onpolicy" else 1 + searchers
+    assert summary["threads"] == config["threads"] == max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def test_a_trained_policy_loads_everywhere(start_job, tiny_folder):
