@@ -297,7 +297,7 @@ class Run:
         while any(p.is_alive() for p in self.processes.values()) and time.time() < deadline and self.interrupts < 2:
             self._listen(0.05)
             if self.result or not self.processes.get("trainer") or not self.processes["trainer"].is_alive():
-                deadline = min(deadline, time.time() + 1.0)
+                deadline = min(deadline, time.time() + 2.0)
         for process in self.processes.values():
             process.kill()
             process.join()

@@ -35,20 +35,10 @@ def make_task():
 """
 
 
-@pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy", "eager with two searchers"])
+@pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy"])
 def test_the_whole_job(start_job, tiny_folder, mode):
-    searchers = 2 if "two" in mode else 1
-    args = [
-        "--sync",
-        mode.split()[0],
-        "--searchers",
-        searchers,
-        "--sync-every",
-        2,
-        "--recency-prob",
-        1.0,
-        "--event-log",
-    ]
+    searchers = 0 if mode == "onpolicy" else 1
+    args = ["--sync", mode, "--sync-every", 2, "--recency-prob", 1.0, "--event-log"]
     job = start_job(*SHORT, *args, "--model", tiny_folder)
     family = job.wait_for(lambda j: j.rows() and j.family())
     assert job.wait() == 0, job.text
@@ -58,7 +48,7 @@ def test_the_whole_job(start_job, tiny_folder, mode):
     assert all(math.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in rows)
     assert set(SUMMARY) <= set(summary) and summary["outcome"] == "completed" and summary["steps"] == 12
     assert summary["trajectories_trained"] == 12 * 16 <= 2 * summary["trajectories_generated"] + 16
-    assert len(summary["busy_searchers"]) == (0 if mode == "onpolicy" else searchers)
+    assert len(summary["busy_searchers"]) == searchers
     ages = {(r["step"], r["staleness"], r["staleness_max"]) for r in rows}
     if mode == "onpolicy":
         assert all(age == oldest == 0 for _, age, oldest in ages)
@@ -67,21 +57,20 @@ def test_the_whole_job(start_job, tiny_folder, mode):
         assert {oldest for step, _, oldest in ages if step >= 2} == {2, 3}
     else:
         assert all(0 <= age <= step for step, age, _ in ages)
-    for i in range(searchers if mode != "onpolicy" else 0):
+    for i in range(searchers):
         assert (job.out / f"searcher-{i}.jsonl").read_text()
-    expected = {"parent", "trainer"} | (set() if mode == "onpolicy" else {"buffer"})
-    expected |= {f"searcher-{i}" for i in range(searchers if mode != "onpolicy" else 0)}
+    expected = {"parent", "trainer"} | ({"buffer", "searcher-0"} if searchers else set())
     trace = json.loads((job.out / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == expected - {"parent", "buffer"}
     spans = [e for e in trace if e["ph"] == "X"]
-    assert WORK | WAITS[mode.split()[0]] <= {e["name"] for e in spans} <= set(SPANS) | set(CURES) | {"wait for start"}
+    assert WORK | WAITS[mode] <= {e["name"] for e in spans} <= set(SPANS) | set(CURES) | {"wait for start"}
     assert sum(e["name"] == "forward, backward" for e in spans) == 12 and all(e["dur"] >= 0 for e in spans)
     for name in ("accuracy", "loss", "staleness", "timeline"):
         assert (job.out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for text in ("held-out accuracy before RL", "busy", str(job.out)):
         assert text in job.text
     assert set(job.pids()) == expected
-    assert_fair_threads(json.loads((job.out / "config.json").read_text()), summary, mode, searchers)
+    assert_fair_threads(json.loads((job.out / "config.json").read_text()), summary, searchers)
     if mode == "onpolicy":  # each answer is learnt from once, at once
         trained = [e["uids"] for e in read_jsonl(job.out / "events-trainer.jsonl") if e["event"] == "train"]
         assert sorted(uid for uids in trained for uid in uids) == [[0, 0, c] for c in range(12 * 16)]
@@ -90,10 +79,23 @@ def test_the_whole_job(start_job, tiny_folder, mode):
     assert "the trainer is ready" in log and (mode == "onpolicy" or "searcher-0" in log)
 
 
-def assert_fair_threads(config, summary, mode, searchers):
+def assert_fair_threads(config, summary, searchers):
     """onpolicy has as many threads in its one process as the others have in all."""
-    processes = 1 if mode == "onpolicy" else 1 + searchers
+    processes = 1 + searchers
     assert summary["threads"] == config["threads"] == max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def test_two_searchers_share_the_work(start_job, tiny_folder):
+    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--searchers", 2, "--model", tiny_folder)
+    files = [job.out / f"searcher-{i}.jsonl" for i in range(2)]
+    job.wait_for(lambda j: all(f.exists() and any(r["handed_over"] for r in read_jsonl(f)) for f in files), 200)
+    family = job.family()
+    job.interrupt()
+    assert job.wait(60) == 130, job.text
+    job.assert_nothing_left(family)
+    assert len(job.summary()["busy_searchers"]) == 2
+    trace = json.loads((job.out / "timeline.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {"trainer", "searcher-0", "searcher-1"}
 
 
 def test_a_trained_policy_loads_everywhere(start_job, tiny_folder):
