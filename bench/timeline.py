@@ -26,7 +26,7 @@ from metrics import Clock  # noqa: E402
 from plots import read_trace, timeline, towards_the_end  # noqa: E402
 
 MODES = {
-    "onpolicy": "onpolicy: one process, 2 threads",
+    "onpolicy": "onpolicy: one process, {threads} threads",
     "barrier": "barrier, k = 1: all pause at every update",
     "eager": "eager, k = 1: nobody pauses",
 }
@@ -98,8 +98,11 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for mode in MODES:
             runs[mode].append(one_run(mode, arguments.seconds, options))
-    last = {MODES[mode]: (measured[-1][1], towards_the_end(measured[-1][1], WINDOW)) for mode, measured in runs.items()}
-    timeline(last, WINDOW).savefig(arguments.figure, dpi=120)
+    panels = {}
+    for mode, measured in runs.items():
+        summary, trace = measured[-1]
+        panels[MODES[mode].format(**summary)] = (trace, towards_the_end(trace, WINDOW))
+    timeline(panels, WINDOW).savefig(arguments.figure, dpi=120)
     cost = span_seconds()
     rows = [row(mode, [s for s, _ in m], [recorded(t) for _, t in m], cost) for mode, m in runs.items()]
     for r in rows:
