@@ -73,6 +73,7 @@ SPANS = {  # one colour a kind of span, everywhere: blue to green is a searcher'
     "step": "#ff7f0e",
     "publish": "#e377c2",
     "evaluate": "#ffd92f",
+    "checkpoint": "#a6761d",
 }
 OTHER = "#bcbd22"
 WAIT = {"facecolor": "white", "edgecolor": "#999999", "hatch": "////", "linewidth": 0.0}
