@@ -1,4 +1,4 @@
-# make setup | run | test | test-slow | lint | lock | clean
+# make setup | run | test | test-slow | figures | lint | lock | clean
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(REQUIREMENTS))
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 ARGS ?=
 
-.PHONY: run setup test test-slow lint lock clean
+.PHONY: run setup test test-slow figures lint lock clean
 
 run: setup
 	$(BIN)/python tba_min.py $(ARGS)
@@ -33,6 +33,9 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+
+figures: setup  # README's timeline, from runs of its own (a few minutes)
+	$(BIN)/python bench/timeline.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

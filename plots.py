@@ -1,5 +1,6 @@
 """Every figure of a run, drawn from its folder: `python plots.py runs/<run>`."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -58,33 +59,83 @@ def staleness(rows: list[dict]):
     return figure
 
 
-def timeline(trace: list[dict], start: float, seconds: float = 2.0):
-    """Who does what in the `seconds` after `start` (time.time()), a row a process; white is waiting."""
-    from matplotlib.figure import Figure
+SPANS = {  # one colour a kind of span, everywhere: blue to green is a searcher's work, red to yellow a trainer's
+    "import": "#4d4d4d",
+    "load": "#7f7f7f",
+    "generate": "#1f77b4",
+    "add requests": "#9ecae1",
+    "reward": "#17becf",
+    "log pi_ref": "#2ca02c",
+    "hand over": "#98df8a",
+    "pull weights": "#9467bd",
+    "sample": "#8c564b",
+    "forward, backward": "#d62728",
+    "step": "#ff7f0e",
+    "publish": "#e377c2",
+    "evaluate": "#ffd92f",
+    "checkpoint": "#a6761d",
+}
+OTHER = "#bcbd22"
+WAIT = {"facecolor": "white", "edgecolor": "#999999", "hatch": "////", "linewidth": 0.0}
 
+
+def _gantt(axes, trace: list[dict], start: float, seconds: float) -> set[str]:
+    """A row a process (a thin one below it for its other thread); returns the kinds of span that are there."""
     names = {e["pid"]: e["args"]["name"] for e in trace if e["ph"] == "M"}
-    spans = [e for e in trace if e["ph"] == "X" and not e["name"].startswith("wait")]
-    inside = [e for e in spans if start < (e["ts"] + e["dur"]) / 1e6 and e["ts"] / 1e6 < start + seconds]
-    kinds = list(dict.fromkeys(e["name"] for e in sorted(inside, key=lambda e: (e["pid"], e["ts"]))))
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(names)), layout="constrained")
-    axes = figure.add_subplot()
-    for i, kind in enumerate(kinds):
+    inside = [
+        e for e in trace if e["ph"] == "X" and start < (e["ts"] + e["dur"]) / 1e6 and e["ts"] / 1e6 < start + seconds
+    ]
+    for kind in sorted(
+        {e["name"] for e in inside}, key=lambda kind: not kind.startswith("wait")
+    ):  # work is above waits
+        look = WAIT if kind.startswith("wait") else {"facecolor": SPANS.get(kind, OTHER), "linewidth": 0}
         for pid in names:
-            mine = [e for e in inside if e["name"] == kind and e["pid"] == pid]
-            bars = [(e["ts"] / 1e6 - start, e["dur"] / 1e6) for e in mine]
-            axes.broken_barh(bars, (pid - 0.4, 0.8), color=f"C{i % 10}", label=kind if pid == min(names) else None)
-    axes.set(xlim=(0, seconds), xlabel="seconds", yticks=list(names), yticklabels=list(names.values()))
-    axes.set_title(f"{seconds:g} seconds of the run: coloured is work, white is waiting")
-    axes.invert_yaxis()
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+            for track, (top, height) in enumerate([(-0.4, 0.64), (0.28, 0.12)]):
+                mine = [e for e in inside if e["name"] == kind and e["pid"] == pid and e["tid"] == track]
+                bars = [(e["ts"] / 1e6 - start, e["dur"] / 1e6) for e in mine]
+                axes.broken_barh(bars, (pid + top, height), **look)
+    axes.set(xlim=(0, seconds), ylim=(len(names) - 0.5, -0.5), yticks=list(names), yticklabels=list(names.values()))
+    return {e["name"] for e in inside}
+
+
+def timeline(traces: dict[str, tuple[list[dict], float]], seconds: float = 2.0):
+    """Who does what, a panel a run on one scale of time; hatched is waiting.
+
+    Args:
+        traces: title of the panel -> (events of timeline.json, start of the window as time.time()).
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = [sum(e["ph"] == "M" for e in trace) for trace, _ in traces.values()]
+    height = 1.1 + 0.45 * sum(rows) + 0.35 * len(rows)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    panels = figure.subplots(len(rows), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    kinds: set[str] = set()
+    for axes, (title, (trace, start)) in zip(panels, traces.items(), strict=True):
+        kinds |= _gantt(axes, trace, start, seconds)
+        axes.set_title(title, loc="left", fontsize=10)
+    panels[-1].set_xlabel("seconds")
+    known = [kind for kind in SPANS if kind in kinds]
+    others = sorted(kind for kind in kinds - set(SPANS) if not kind.startswith("wait"))
+    legend = [Patch(facecolor=SPANS.get(kind, OTHER), label=kind) for kind in known + others]
+    legend.append(Patch(**WAIT | {"linewidth": 0.5}, label="wait"))
+    figure.legend(handles=legend, loc="outside lower center", ncols=5, fontsize=8)
     return figure
+
+
+def towards_the_end(trace: list[dict], seconds: float) -> float:
+    """Start of the last `seconds` before the last update ended, as time.time()."""
+    return max((e["ts"] / 1e6 for e in trace if e["name"] == "publish"), default=0.0) - seconds
+
+
+def read_trace(run: Path) -> list[dict]:
+    """The events of a run's timeline."""
+    return json.loads((run / "timeline.json").read_text())["traceEvents"]
 
 
 def draw(run: Path) -> list[Path]:
     """Draw all figures of a run's folder into its `figures/`; returns their paths."""
-    import json
-
     rows = read_jsonl(run / "metrics.jsonl")
     if not rows:
         raise ValueError(f"{run}/metrics.jsonl has no update in it: nothing to draw")
@@ -95,9 +146,9 @@ def draw(run: Path) -> list[Path]:
         "staleness": staleness(rows),
     }
     if (run / "timeline.json").exists():
-        trace = json.loads((run / "timeline.json").read_text())["traceEvents"]
-        begin = max((e["ts"] / 1e6 for e in trace if e["name"] == "publish"), default=0.0) - 2.0  # towards the end
-        figures["timeline"] = timeline(trace, begin)
+        trace = read_trace(run)
+        title = f"two seconds of a run with --sync {summary['sync']}: coloured is work, hatched is waiting"
+        figures["timeline"] = timeline({title: (trace, towards_the_end(trace, 2.0))})
     (run / "figures").mkdir(exist_ok=True)
     paths = []
     for name, figure in figures.items():

@@ -26,6 +26,7 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from common import arguments, median, percentile, save, say, table  # noqa: I001
@@ -169,25 +170,14 @@ def write(proxy, index: int, pace: float, ready, go, seconds: float, results) ->
     results.put((sent, time.time() - start))
 
 
-class _Source:
-    """What sync.Prefetch asks of the notice board: nobody stops, more than enough is generated."""
-
-    stopping = False
-
-    def set(self, *_) -> None:
-        pass
-
-    def of_searchers(self, field: str) -> list[float]:
-        return [1e12]
-
-
-def draws(proxy, seconds: float) -> tuple[list[float], list[bool]]:
-    """Seconds of each draw through the Manager, and whether its batch was late for a trainer that prefetches."""
+def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
+    """Seconds of each draw through the Manager; how many of so many batches were late for a trainer that prefetches."""
     import sync
     from buffer import RemoteBuffer
     from config import Config
+    from metrics import Clock
 
-    took, late = [], []
+    took, board = [], SimpleNamespace(stopping=False, of_searchers=lambda field: [1e12])
 
     class Timed(RemoteBuffer):
         def sample(self, *args):
@@ -197,16 +187,15 @@ def draws(proxy, seconds: float) -> tuple[list[float], list[bool]]:
                 took.append(time.perf_counter() - start)
             return batch
 
-    source = _Source()
-    prefetch = sync.Prefetch(Timed(proxy), Config(prompts_per_batch=P, samples_per_prompt=K, recency_prob=0.5), source)
-    prefetch.next(0)
-    end = time.time() + seconds
+    child = SimpleNamespace(board=board, clock=Clock(), beat=lambda: None)
+    prefetch = sync.Prefetch(Timed(proxy), Config(prompts_per_batch=P, samples_per_prompt=K, recency_prob=0.5), child)
+    end, batches = time.time() + seconds, 0
     while time.time() < end:
+        prefetch.next(batches)
         time.sleep(UPDATE)
-        late.append(prefetch._ready.empty())
-        prefetch.next(1)
-    source.stopping = True
-    return took, late
+        batches += 1
+    board.stopping = True
+    return took, prefetch.late, batches
 
 
 def served(kind: str, writers: int, pace: float, seconds: float) -> dict:
@@ -227,7 +216,7 @@ def served(kind: str, writers: int, pace: float, seconds: float) -> dict:
     for _ in range(2 * CAPACITY // K):
         proxy.add_packed(first.group())
     go.set()
-    took, late = draws(proxy, seconds)
+    took, late, batches = draws(proxy, seconds)
     done = [results.get(timeout=60) for _ in processes]
     for process in processes:
         process.join()
@@ -240,8 +229,8 @@ def served(kind: str, writers: int, pace: float, seconds: float) -> dict:
         "taken_in": round(rate),
         "draw_p50_ms": round(1e3 * median(took), 2),
         "draw_p99_ms": round(1e3 * percentile(took, 0.99), 2),
-        "draws": len(took),
-        "late": sum(late),
+        "draws": batches,
+        "late": late,
     }
 
 

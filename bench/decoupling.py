@@ -23,7 +23,10 @@ from lab import Lab
 
 from config import Config, resolve
 
-COMMON = {"lr": 1e-9, "replay_ratio": 1.0, "eval_every": 0, "eval_prompts": 1, "max_seconds": 0, "decay_steps": 0}
+COMMON = {
+    "lr": 1e-9, "replay_ratio": 1.0, "eval_every": 0, "eval_prompts": 1, "max_seconds": 0, "decay_steps": 0,
+    "checkpoint_every": 0,
+}  # fmt: skip
 CASES = {
     "balanced": {
         "task": "bench/digits.py:make_task", "max_new_tokens": 16, "temperature": 2.0, "samples_per_prompt": 8,
@@ -31,7 +34,7 @@ CASES = {
     },
     "unbalanced": {"prompts_per_batch": 16, "samples_per_prompt": 16, "in_flight": 256},
 }  # fmt: skip
-STEPS = {"balanced": 90, "unbalanced": 24}
+STEPS = {"balanced": 70, "unbalanced": 24}
 MODES = {
     "onpolicy": {"sync": "onpolicy"},
     "barrier, k = 1": {"sync": "barrier", "sync_every": 1},

@@ -21,17 +21,17 @@ from child import environment, uninterrupted
 from config import Config
 from metrics import Board
 
-WORK = {"add requests", "generate", "forward, backward, step", "publish"}  # spans that mark a run's first and last act
+FIRST = {"add requests", "generate", "forward, backward"}  # spans that a run begins with
 
 
 class Worker:
     """A process that keeps what it has loaded and obeys one command after the other."""
 
-    def __init__(self, ctx, name: str, threads: int, board: Board, pipes: list, stand_in: float = 0.0) -> None:
+    def __init__(self, ctx, name: str, threads: int, board: Board, stand_in: float = 0.0) -> None:
         self.name = name
         self.pipe, other = ctx.Pipe()
         variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = ctx.Process(target=_obey, args=(name, other, board, pipes, stand_in), daemon=True, name=name)
+        self.process = ctx.Process(target=_obey, args=(name, other, board, stand_in), daemon=True, name=name)
         with uninterrupted(), environment(variables):
             self.process.start()
         other.close()
@@ -74,13 +74,9 @@ class Lab:
         self.ctx = multiprocessing.get_context("spawn")
         multiprocessing.util.get_temp_dir()
         self.board = Board(self.ctx, searchers)
-        pipes = [self.ctx.Pipe(duplex=False) for _ in range(searchers)]
-        self.trainer = Worker(self.ctx, "trainer", 1, self.board, [sending for _, sending in pipes])
-        self.searchers = [
-            Worker(self.ctx, f"searcher-{i}", 1, self.board, [receiving], stand_in)
-            for i, (receiving, _) in enumerate(pipes)
-        ]
-        self.serial = Worker(self.ctx, "serial", serial, self.board, []) if serial else None
+        self.trainer = Worker(self.ctx, "trainer", 1, self.board)
+        self.searchers = [Worker(self.ctx, f"searcher-{i}", 1, self.board, stand_in) for i in range(searchers)]
+        self.serial = Worker(self.ctx, "serial", serial, self.board) if serial else None
         self.scratch = tempfile.TemporaryDirectory()
         self.runs = 0
 
@@ -108,13 +104,13 @@ class Lab:
         """
         out = self._fresh()
         if config.sync == "onpolicy":
-            self.serial.begin("train", config, folder, out, None, 0)
+            self.serial.begin("train", config, folder, out, None)
             summary = self.serial.hear("done")
             return _measured({"serial": self.serial.hear("result")}, summary, "serial", "serial")
         manager, proxy = buffer or self.serve(config)
         searchers = [] if buffer else self.searchers[:use]
         self._begin_searchers(searchers, config, folder, out, proxy)
-        self.trainer.begin("train", config, folder, out, proxy, len(searchers))
+        self.trainer.begin("train", config, folder, out, proxy)
         pid = proxy.pid() if watch else 0
         if watch:
             watch(pid)
@@ -141,7 +137,7 @@ class Lab:
         out = self._fresh()
         served = self.serve(config)
         self._begin_searchers(self.searchers, config, folder, out, served[1])
-        self.trainer.do("hand_out", folder)
+        self.trainer.do("hand_out", folder, out)
         while sum(self.board.of_searchers("handed_over")) < trajectories:
             time.sleep(0.002)
         end = time.time()
@@ -166,11 +162,11 @@ class Lab:
         options = {"capacity": config.buffer_capacity, "per_prompt": config.per_prompt_capacity, "dedup": config.dedup}
         with uninterrupted(), environment({"OMP_NUM_THREADS": "1"}):
             return serve(
-                self.ctx, children.prepare_process, ("buffer",), recent_groups=pool, seed=config.seed, **options
+                self.ctx, children.prepare_buffer, (self.board,), recent_groups=pool, seed=config.seed, **options
             )
 
     def _fresh(self) -> Path:
-        for row in range(2 + self.board.searchers):
+        for row in range(Board.SEARCHERS + self.board.searchers):
             for field in Board.FIELDS:
                 self.board.set(row, field, 0)
         self.runs += 1
@@ -182,10 +178,9 @@ class Lab:
         """The parent's part of a run, to the trainer's summary."""
         from tba_min import Run
 
-        def died(name):
-            raise RuntimeError(f"{name} is gone")
-
-        parent = SimpleNamespace(board=self.board, buffer=proxy, _died=died)
+        parent = SimpleNamespace(
+            board=self.board, buffer=proxy, absent=set(range(len(searchers), self.board.searchers))
+        )
         while True:
             if self.trainer.pipe.poll(0.001 if config.sync == "barrier" else 0.05):
                 kind, value = self.trainer.pipe.recv()
@@ -195,7 +190,7 @@ class Lab:
                     raise RuntimeError(f"trainer: {value}")
             for worker in (self.trainer, *searchers):
                 if not worker.process.is_alive():
-                    died(worker.name)
+                    raise RuntimeError(f"{worker.name} is gone")
             for searcher in searchers:
                 if searcher.pipe.poll():
                     searcher.hear("result", timeout=1.0)
@@ -204,11 +199,11 @@ class Lab:
 
 
 def _first(spans: list) -> float:
-    return min(start for name, start, _ in spans if name in WORK)
+    return min(start for name, start, _, _ in spans if name in FIRST)
 
 
 def _measured(spans: dict, summary: dict, opens: str, closes: str) -> dict:
-    ends = [end for name, _, end in spans[closes] if name == "forward, backward, step"]
+    ends = [end for name, _, end, _ in spans[closes] if name == "step"]
     start = _first(spans[opens])
     return {"start": start, "end": ends[-1], "seconds": ends[-1] - start, "spans": spans, "summary": summary}
 
@@ -216,10 +211,10 @@ def _measured(spans: dict, summary: dict, opens: str, closes: str) -> dict:
 # --- in a worker ----------------------------------------------------------------------------------------------------
 
 
-def _obey(name: str, pipe, board: Board, pipes: list, stand_in: float) -> None:
+def _obey(name: str, pipe, board: Board, stand_in: float) -> None:
     children.prepare_process(name)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print
-    here = SimpleNamespace(name=name, pipe=pipe, board=board, pipes=pipes, engines={}, snapshots=[], weights=None)
+    here = SimpleNamespace(name=name, pipe=pipe, board=board, engines={}, snapshots=[])
     if stand_in:
         _stand_in(stand_in)
     else:
@@ -266,22 +261,6 @@ def _stand_in(rate: float) -> None:
     searcher.Searcher._log_ref = log_ref
 
 
-class _Gate:
-    """The pipe that weights come through; says when somebody waits at it for the first time."""
-
-    def __init__(self, pipe, bench) -> None:
-        self.pipe, self.bench = pipe, bench
-
-    def poll(self, timeout: float) -> bool:
-        if self.bench:
-            self.bench.send(("waiting", None))
-            self.bench = None
-        return self.pipe.poll(timeout)
-
-    def recv(self):
-        return self.pipe.recv()
-
-
 class _Messages:
     """A child's pipe to its parent; of the rows nobody here reads any."""
 
@@ -289,29 +268,39 @@ class _Messages:
         self.pipe = pipe
 
     def send(self, message: tuple) -> None:
-        if message[0] != "row":
+        if message[0] in ("accuracy", "done", "error"):
             self.pipe.send(message)
 
 
 def _child(here) -> children.Child:
-    return children.Child(here.name, here.board, _Messages(here.pipe), "cpu", time.time())
+    name = "trainer" if here.name == "serial" else here.name
+    return children.Child(name, here.board, _Messages(here.pipe), "cpu", time.time())
+
+
+def _address(out: Path) -> str:
+    return f"{out}/weights"
 
 
 def search(here, config, folder: str, out: Path, index: int, proxy) -> list:
-    """Run searcher.py's main to the stop; its spans."""
+    """Run searcher.py's main to the stop, and say when it waits for the weights; its spans."""
     import searcher
+    from weights import ask_for
 
+    def ask(*args):
+        here.pipe.send(("waiting", None))
+        return ask_for(*args)
+
+    searcher.ask_for = ask
     child = _child(here)
-    searcher.main(child, config, folder, out, index, 0, _Gate(here.pipes[0], here.pipe), proxy)
-    return child.clock.spans
+    searcher.main(child, config, folder, out, index, 0, _address(out), proxy)
+    return list(child.clock.spans)
 
 
 def rounds(here, config, folder: str, trajectories: int) -> float:
     """Seconds in which a searcher generates so many in rounds, each of which lets the engine run empty."""
     import searcher
-    from metrics import Clock
 
-    one, done = searcher.build(config, folder, "cpu", 0, 0, Clock()), 0
+    one, done = searcher.build(_child(here), config, folder, 0, 0), 0
     start = time.time()
     while done < trajectories:
         done += len(one.round(max(1, config.in_flight // config.S)))
@@ -325,7 +314,7 @@ def make_start_model(here, config) -> None:
     start_model.main(None, config)
 
 
-def train(here, config, folder: str, out: Path, proxy, searchers: int) -> list:
+def train(here, config, folder: str, out: Path, proxy) -> list:
     """Run trainer.py's main, with a copy of the weights after each update; its spans."""
     import trainer
 
@@ -341,20 +330,19 @@ def train(here, config, folder: str, out: Path, proxy, searchers: int) -> list:
 
     trainer.Trainer = Keeping
     child = _child(here)
-    trainer.main(child, config, folder, out, here.pipes[:searchers], proxy)
-    return child.clock.spans
+    trainer.main(child, config, folder, out, None, _address(out), proxy)
+    return list(child.clock.spans)
 
 
-def hand_out(here, folder: str) -> None:
+def hand_out(here, folder: str, out: Path) -> None:
     """Give the searchers a folder's weights, as a trainer does at its start."""
+    import weights
     from policy import load_policy, named_weights
-    from weights import SharedWeights
 
     model = load_policy(folder)
-    here.weights = SharedWeights.like(named_weights(model))  # kept: the searchers only hold its memory
-    here.weights.publish(named_weights(model), 0)
-    for pipe in here.pipes:
-        pipe.send(here.weights)
+    shared = weights.SharedWeights.like(named_weights(model))
+    shared.publish(named_weights(model), 0)
+    weights.hand_out(shared, _address(out))
 
 
 def first_above(here, config, folder: str, target: float, every: int) -> tuple:

@@ -25,7 +25,7 @@ COUNTS = (1, 2, 4, 8, 15)
 RATE = 120.0  # answers a second of one stand-in
 OPTIONS = {
     "prompts_per_batch": 16, "samples_per_prompt": 16, "in_flight": 64, "replay_ratio": 1e9, "lr": 1e-9,
-    "eval_every": 0, "eval_prompts": 1, "max_seconds": 0, "decay_steps": 0,
+    "eval_every": 0, "eval_prompts": 1, "max_seconds": 0, "decay_steps": 0, "checkpoint_every": 0,
 }  # fmt: skip
 
 
@@ -56,9 +56,11 @@ def measure(lab: Lab, searchers: int, steps: int, cache: str) -> dict:
 
     run = lab.run(config, lab.start_folder(config), use=searchers, watch=watch)
     spans = [s for s in run["spans"]["trainer"] if s[1] >= run["start"]]
-    steps_s = [end - start for name, start, end in spans if name == "forward, backward, step"][2:]
-    first = next(end for name, start, end in spans if name == "wait for data")  # until the first batch: the start
-    waits = sum(end - start for name, start, end in spans if name == "wait for data" and start >= first)
+    parts = [[end - start for name, start, end, _ in spans if name == n] for n in ("forward, backward", "step")]
+    steps_s = [a + b for a, b in zip(*parts, strict=True)][2:]
+    first = min(start for name, start, _, _ in spans if name == "forward, backward")
+    later = [s for s in spans if s[1] >= first and s[3] == 0]  # track 0: what the trainer itself does
+    waits = sum(end - start for name, start, end, _ in later if name.startswith("wait"))
     ingest = run["handed_over"] / run["seconds_searching"]
     return {
         "searchers": searchers,

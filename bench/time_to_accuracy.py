@@ -27,7 +27,7 @@ from lab import Lab  # noqa: E402
 
 from config import Config, resolve  # noqa: E402
 
-TARGET, K, WARMUP = 0.90, 16, 5
+TARGET, K, WARMUP = 0.90, 16, 0
 RATES = (5e-5, 1e-4, 2e-4, 4e-4)
 FRESH = {"recency_prob": 1.0, "replay_ratio": 1.0, "in_flight": 128}  # eager learns once from what is newest
 SYSTEMS = {
@@ -60,6 +60,7 @@ def configuration(cache: str, seed: int, split: str, steps: int, **options) -> C
         "eval_split": split,
         "max_seconds": 0,
         "decay_steps": 0,
+        "checkpoint_every": 0,
     }
     common["warmup_steps"] = WARMUP
     own = {"recent_groups": options.get("prompts_per_batch", 16)}
@@ -87,8 +88,8 @@ def one_run(lab: Lab, config: Config) -> dict:
 def seconds_by_name(spans: list, start: float, updates: int) -> dict[str, float]:
     """Seconds an update, by what they were spent on."""
     out: dict[str, float] = {}
-    for name, begin, end in spans:
-        if begin >= start:
+    for name, begin, end, track in spans:
+        if begin >= start and track == 0:
             out[name] = out.get(name, 0.0) + (end - begin) / updates
     return out
 
@@ -194,8 +195,10 @@ def speedups(rows: list[dict]) -> dict[str, float]:
 def bound(serial: dict, gain: float) -> float:
     """What overlap and streaming can give: (G + T) / max(G, T) of a serial run, times the gain of streaming."""
     spans = serial["spans"]["serial"]
-    generation = sum(spans.get(n, 0.0) for n in ("add requests", "generate", "reward", "log pi_ref", "pull weights"))
-    training = spans["forward, backward, step"]
+    generation = sum(
+        spans.get(n, 0.0) for n in ("add requests", "generate", "reward", "log pi_ref", "hand over", "pull weights")
+    )
+    training = spans["forward, backward"] + spans["step"]
     return (generation + training) / max(generation, training) * gain
 
 
