@@ -269,7 +269,7 @@ def main() -> None:
         settings = [(kind, 2, 1000) for kind in KINDS]
     for repeat in range(1 if args.quick else args.repeats):
         for kind, writers, pace in settings:
-            rows.append(served(kind, writers, pace, 1.0 if args.quick else 3.0) | {"repeat": repeat})
+            rows.append(served(kind, writers, pace, 1.0 if args.quick else 2.5) | {"repeat": repeat})
         say(began, f"served, repeat {repeat}")
     print(served_table(rows))
     costs = []

@@ -34,7 +34,7 @@ CASES = {
     },
     "unbalanced": {"prompts_per_batch": 16, "samples_per_prompt": 16, "in_flight": 256},
 }  # fmt: skip
-STEPS = {"balanced": 70, "unbalanced": 24}
+STEPS = {"balanced": 50, "unbalanced": 24}
 MODES = {
     "onpolicy": {"sync": "onpolicy"},
     "barrier, k = 1": {"sync": "barrier", "sync_every": 1},

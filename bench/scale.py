@@ -112,7 +112,7 @@ def main() -> None:
         measure(lab, max(counts), 10, args.cache)
         for repeat in range(1 if args.quick else args.repeats):
             for n in counts:
-                rows.append({"repeat": repeat} | measure(lab, n, 20 if args.quick else 50, args.cache))
+                rows.append({"repeat": repeat} | measure(lab, n, 20 if args.quick else 35, args.cache))
             say(began, f"repeat {repeat}")
     if not args.quick:
         save("scale", figures(rows), {"rate": RATE, "options": OPTIONS}, rows, began)

@@ -120,15 +120,17 @@ def trl(python: str, cache: str, runs: list[dict], split: str, updates: int, lab
 
 
 def tune_trl(python: str, cache: str, seeds, updates: int, lab: Lab, quick: bool) -> tuple[dict, list[dict]]:
-    """The best settings of TRL on the validation split, and all that were tried."""
+    """The best settings of TRL on the validation split, and all that was tried."""
     first = [{"seed": s, "lr": lr, "threads": 2, "options": {}} for lr in RATES[: 1 if quick else 4] for s in seeds]
     rows = trl(python, cache, first, "validation", updates, lab)
     rate = best(rows)["lr"]
+    runs = []
     for threads, options in [] if quick else VARIANTS[1:]:
         rates = [rate] if not options else [rate, rate / 2]
-        each = options.get("steps_per_generation", options.get("num_iterations", 1))  # updates per generation
-        tried = [{"seed": s, "lr": r, "threads": threads, "options": options} for r in rates for s in seeds]
-        rows += trl(python, cache, [t | {"updates": updates * each} for t in tried], "validation", updates, lab)
+        each = updates * options.get("steps_per_generation", options.get("num_iterations", 1))
+        tried = {"threads": threads, "options": options, "updates": each}
+        runs += [tried | {"seed": s, "lr": r} for r in rates for s in seeds]
+    rows += trl(python, cache, runs, "validation", updates, lab) if runs else []
     return best(rows), rows
 
 
@@ -142,7 +144,7 @@ def short(row: dict) -> dict:
 def default_part(args, began: float) -> tuple[dict, list[dict]]:
     """The default task: tune each system on the validation split, then three seeds on the held-out one."""
     tuning, seeds, rows, chosen = [0, 1], [0, 1, 2], [], {}
-    systems, rates, steps = SYSTEMS, RATES, 45
+    systems, rates, steps = SYSTEMS, RATES, 32
     if args.quick:
         tuning, seeds, rates, steps = [0], [0], RATES[1:2], 30
         systems = {name: s for name, s in SYSTEMS.items() if s.get("engine") == "hf"}
@@ -164,14 +166,14 @@ def default_part(args, began: float) -> tuple[dict, list[dict]]:
                 config = configuration(args.cache, seed, "heldout", steps, lr=chosen[name], **options)
                 rows.append(one_run(lab, config) | {"system": name, "split": "heldout"})
                 say(began, f"{name}, seed {seed}: {rows[-1]['seconds']}")
-            if args.trl:
-                each = {key: best_trl[key] for key in ("lr", "threads", "options")} | {"seed": seed}
-                each["updates"] = steps * max([1, *(v for v in best_trl["options"].values() if v < 16)])
-                rows += [
-                    row | {"system": TRL, "split": "heldout"}
-                    for row in trl(args.trl, args.cache, [each], "heldout", steps, lab)
-                ]
-                say(began, f"{TRL}, seed {seed}: {rows[-1]['seconds']}")
+        if args.trl:
+            each = {key: best_trl[key] for key in ("lr", "threads", "options")}
+            each["updates"] = steps * max([1, *(v for v in best_trl["options"].values() if v < 16)])
+            runs = [each | {"seed": seed} for seed in seeds]
+            rows += [
+                r | {"system": TRL, "split": "heldout"} for r in trl(args.trl, args.cache, runs, "heldout", steps, lab)
+            ]
+            say(began, f"{TRL}: {[r['seconds'] for r in rows[-len(seeds) :]]}")
     return {f"speedup_vs_{key}": value for key, value in speedups(rows).items()}, rows
 
 
