@@ -5,7 +5,9 @@
 Every mode generates and trains the same number of trajectories (replay ratio 1). The limit is the longer of: one
 searcher alone (generation, reward, log pi_ref, hand-over), and the trainer alone on a full buffer. Searcher and trainer
 have one thread each, `onpolicy` two. What is timed goes from the first request to the end of the last update, so the
-filling of the pipe at its start counts. The learning rate is next to nothing: all modes see answers of one kind.
+filling of the pipe at its start counts. `both at once, uncoupled` is what the machine allows two busy processes: the
+searcher fills a buffer that nobody reads, the trainer learns from another one. The learning rate is next to nothing:
+all modes see answers of one kind.
 
 balanced      both sides take about as long: answers of 16 tokens, all different, to prompts of 48 (bench/digits.py)
 unbalanced    the default task: short answers that repeat, of which the trainer computes each once
@@ -35,6 +37,7 @@ CASES = {
     "unbalanced": {"prompts_per_batch": 16, "samples_per_prompt": 16, "in_flight": 256},
 }  # fmt: skip
 STEPS = {"balanced": 50, "unbalanced": 24}
+UNCOUPLED = "both at once, uncoupled"
 MODES = {
     "onpolicy": {"sync": "onpolicy"},
     "barrier, k = 1": {"sync": "barrier", "sync_every": 1},
@@ -51,8 +54,9 @@ def measure(lab: Lab, case: str, steps: int, cache: str) -> list[dict]:
     generation, full = lab.generate(config, folder, steps * size)
     freely = dataclasses.replace(config, replay_ratio=1e9)
     training = lab.run(freely, folder, buffer=full)["seconds"]
+    uncoupled = lab.side_by_side(config, folder, steps * size, full)
     full[0].shutdown()
-    seconds = {"generation alone": generation, "training alone": training}
+    seconds = {"generation alone": generation, "training alone": training, UNCOUPLED: uncoupled}
     for mode, options in MODES.items():
         own = resolve(Config(cache=cache, steps=steps, **(COMMON | CASES[case] | options)))
         seconds[mode] = lab.run(own, folder)["seconds"]
@@ -68,6 +72,14 @@ def figures(rows: list[dict]) -> dict[str, float]:
             ratios = [r["over_limit"] for r in rows if r["case"] == case and r["what"] == name]
             if ratios:
                 out[f"{name}_over_limit{end}"] = round(median(ratios), 3)
+    for case, end in (("balanced", ""), ("unbalanced", "_unbalanced")):
+        mine = {
+            what: [r["seconds"] for r in rows if (r["case"], r["what"]) == (case, what)]
+            for what in ("eager", UNCOUPLED)
+        }
+        if all(mine.values()):
+            ratios = [a / b for a, b in zip(*mine.values(), strict=True)]
+            out[f"eager_over_uncoupled{end}"] = round(median(ratios), 3)
     return out
 
 
@@ -97,7 +109,7 @@ def main() -> None:
                 rows += [row | {"repeat": repeat} for row in measure(lab, case, steps, args.cache)]
                 say(
                     began,
-                    f"{case}, repeat {repeat}: " + ", ".join(f"{r['what']} {r['seconds']:.1f}" for r in rows[-7:]),
+                    f"{case}, repeat {repeat}: " + ", ".join(f"{r['what']} {r['seconds']:.1f}" for r in rows[-8:]),
                 )
     rows = [r | {"seconds": round(r["seconds"], 3), "over_limit": round(r["over_limit"], 4)} for r in rows]
     if not args.quick:

@@ -6,6 +6,7 @@ engine is kept from one measurement to the next and gets the new run's weights. 
 after each update, so that accuracies can be taken when the run is over.
 """
 
+import dataclasses
 import os
 import sys
 import tempfile
@@ -144,6 +145,29 @@ class Lab:
         self.board.set(Board.PARENT, "stop", 1)
         spans = [w.hear("result") for w in self.searchers]
         return end - min(_first(s) for s in spans), served
+
+    def side_by_side(self, config: Config, folder: str, trajectories: int, full: tuple) -> float:
+        """Both sides at one time with nothing between them: the searchers fill a buffer that nobody reads, the trainer
+        learns from the (manager, proxy) that is full and publishes nothing. -> seconds of the slower one.
+        """
+        out = self._fresh()
+        manager, proxy = self.serve(config)
+        self._begin_searchers(self.searchers, config, folder, out, proxy)
+        alone = dataclasses.replace(config, replay_ratio=1e9, sync_every=10**9)
+        self.trainer.begin("train", alone, folder, out, full[1])
+        reached, done = 0.0, False
+        while not (reached and done):
+            if not reached and sum(self.board.of_searchers("handed_over")) >= trajectories:
+                reached = time.time()
+            if self.trainer.pipe.poll(0.002) and not done:
+                kind, value = self.trainer.pipe.recv()
+                if kind == "error":
+                    raise RuntimeError(f"trainer: {value}")
+                done = kind == "done"
+        self.board.set(Board.PARENT, "stop", 1)
+        learnt, searched = self.trainer.hear("result"), [w.hear("result") for w in self.searchers]
+        manager.shutdown()
+        return max(reached - min(map(_first, searched)), _measured({"t": learnt}, {}, "t", "t")["seconds"])
 
     def start_folder(self, config: Config) -> str:
         """Folder of the start model of task and seed, made where it is missing."""
