@@ -110,6 +110,8 @@ class Lab:
             return _measured({"serial": self.serial.hear("result")}, summary, "serial", "serial")
         manager, proxy = buffer or self.serve(config)
         searchers = [] if buffer else self.searchers[:use]
+        if buffer:
+            self.board.set(Board.SEARCHERS, "generated", 1e12)  # nobody generates: the replay ratio shall not stop it
         self._begin_searchers(searchers, config, folder, out, proxy)
         self.trainer.begin("train", config, folder, out, proxy)
         pid = proxy.pid() if watch else 0
@@ -269,7 +271,7 @@ def _keep_engines(here) -> None:
         engine = here.engines[key]
         while engine.in_flight:
             engine.step()
-        engine.load_weights(named_weights(load_policy(folder)))
+        engine.load_weights(named_weights(load_policy(folder)), 0)
         return engine
 
     searcher.make_engine = kept

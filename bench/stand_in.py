@@ -14,6 +14,7 @@ class StandIn(Engine):
 
     def __init__(self, rate: float, seed: int) -> None:
         self.rate, self.rng, self.waiting, self.next = rate, np.random.default_rng(seed), deque(), 0.0
+        self.version = 0
 
     @property
     def in_flight(self) -> int:
@@ -22,8 +23,8 @@ class StandIn(Engine):
     def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
         self.waiting.append((key, n))
 
-    def load_weights(self, named_tensors) -> None:
-        pass
+    def load_weights(self, named_tensors, version: int | None = None) -> None:
+        self.version = self.version + 1 if version is None else version
 
     def step(self) -> list[tuple[int, list[Answer]]]:
         key, n = self.waiting.popleft()
@@ -31,7 +32,9 @@ class StandIn(Engine):
         self.next = max(self.next, now - n / self.rate) + n / self.rate
         time.sleep(max(0.0, self.next - now))
         tokens = self.rng.integers(2, 12, size=(n, 4), dtype=np.int32)
-        return [(key, [Answer(row.copy(), np.full(4, -1.0, np.float32), "stop") for row in tokens])]
+        return [
+            (key, [Answer(row.copy(), np.full(4, -1.0, np.float32), "stop", *(2 * [self.version])) for row in tokens])
+        ]
 
 
 def log_ref(searcher, pairs: list) -> list[float]:

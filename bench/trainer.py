@@ -89,6 +89,22 @@ def halves(flat: list, shape: tuple) -> list[list]:
     return [flat[i : i + size] for i in range(0, len(flat), size)]
 
 
+def figures(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Medians over the repeats."""
+    cases = dict.fromkeys(r["case"] for r in rows)
+    return {"step_over_bare": {c: round(median(r["ratio"] for r in rows if r["case"] == c), 3) for c in cases}}
+
+
+def text(rows: list[dict]) -> str:
+    """Markdown."""
+    lines = []
+    for case, ratio in figures(rows)["step_over_bare"].items():
+        mine = [r for r in rows if r["case"] == case]
+        ms = [f"{median(r[name] for r in mine):.1f}" for name in ("step_ms", "bare_ms")]
+        lines.append([case, *ms, f"{ratio:.2f}"])
+    return table(["batch", "step, ms", "bare, ms", "ratio"], lines)
+
+
 def main() -> None:
     args = arguments(__doc__, repeats=5)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -98,17 +114,11 @@ def main() -> None:
     began, rows = time.time(), []
     for case, shape in CASES.items():
         for repeat in range(1 if args.quick else args.repeats):
-            rows.append({"case": case, "repeat": repeat} | measure(shape, 3 if args.quick else 15, repeat))
+            rows.append({"case": case, "repeat": repeat} | measure(shape, 3 if args.quick else 11, repeat))
         say(began, case)
-    lines, over = [], {}
-    for case in CASES:
-        mine = [r for r in rows if r["case"] == case]
-        over[case] = round(median(r["ratio"] for r in mine), 3)
-        ms = [f"{median(r[name] for r in mine):.1f}" for name in ("step_ms", "bare_ms")]
-        lines.append([case, *ms, f"{over[case]:.2f}"])
-    print(table(["batch", "step, ms", "bare, ms", "ratio"], lines))
+    print(text(rows))
     if not args.quick:
-        save("trainer", {"step_over_bare": over}, {"threads": 1, "pairs": 15}, rows, began, ("torch", "transformers"))
+        save("trainer", figures(rows), {"threads": 1, "pairs": 11}, rows, began, ("torch", "transformers"))
 
 
 if __name__ == "__main__":

@@ -86,18 +86,22 @@ def measure(size: str, repeats: int, times: int) -> list[dict]:
     return rows[1:]
 
 
-def main() -> None:
-    args = arguments(__doc__)
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    began, rows, lines, figures = time.time(), [], [], {}
-    for size in list(SHAPES)[: 1 if args.quick else 2]:
-        rows += measure(size, 1 if args.quick else args.repeats, 5 if size == "135M" else 40)
-        say(began, size)
+RATIOS = ("publish_over_copy", "pull_over_copy_and_reload")
+
+
+def figures(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Medians over the repeats, by size."""
+    sizes = dict.fromkeys(r["size"] for r in rows)
+    return {n: {size: round(median(r[n] for r in rows if r["size"] == size), 2) for size in sizes} for n in RATIOS}
+
+
+def text(rows: list[dict]) -> str:
+    """Markdown."""
+    lines, found = [], figures(rows)
+    for size in found[RATIOS[0]]:
         mine = [r for r in rows if r["size"] == size]
-        for name in ("publish_over_copy", "pull_over_copy_and_reload"):
-            figures.setdefault(name, {})[size] = round(median(r[name] for r in mine), 2)
         ms = [f"{median(r[f'{name}_ms'] for r in mine):.2f}" for name in ("copy", "publish", "reload", "pull")]
-        lines.append([size, *ms, *(f"{figures[name][size]:.2f}" for name in figures)])
+        lines.append([size, *ms, *(f"{found[name][size]:.2f}" for name in RATIOS)])
     head = [
         "parameters",
         "copy, ms",
@@ -107,9 +111,19 @@ def main() -> None:
         "publish / copy",
         "pull / (copy + reload)",
     ]
-    print(table(head, lines))
+    return table(head, lines)
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    began, rows = time.time(), []
+    for size in list(SHAPES)[: 1 if args.quick else 2]:
+        rows += measure(size, 1 if args.quick else args.repeats, 5 if size == "135M" else 40)
+        say(began, size)
+    print(text(rows))
     if not args.quick:
-        save("weights", figures, {"threads": 1, "dtype": "float32"}, rows, began)
+        save("weights", figures(rows), {"threads": 1, "dtype": "float32"}, rows, began)
 
 
 if __name__ == "__main__":

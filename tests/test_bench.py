@@ -133,6 +133,30 @@ def saved(name):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", ["decoupling", "scale"])
+@pytest.mark.parametrize("name", ["decoupling", "scale", "weights", "trainer"])
 def test_readme_has_the_saved_table(name):
     assert module(name).text(saved(name)["rows"]) in (ROOT / "README.md").read_text()
+
+
+def test_readme_has_the_buffers_table():
+    rows = [r for r in saved("buffer")["rows"] if r.get("part") == "served"]
+    assert module("buffer").served_table(rows) in (ROOT / "README.md").read_text()
+
+
+def test_readme_has_the_seconds_to_accuracy():
+    assert module("time_to_accuracy").tables(saved("time_to_accuracy")) in (ROOT / "README.md").read_text()
+
+
+def test_readme_has_the_goals_figures():
+    """The ratios that goals are about stand in README as they were saved."""
+    text = (ROOT / "README.md").read_text()
+    for name, keys in GOALS.items():
+        found = saved(name)
+        for key in keys:
+            assert f"{found[key]:.2f}" in text, f"{name}: {key} {found[key]}"
+
+
+GOALS = {
+    "decoupling": ("eager_over_limit", "eager_over_uncoupled"),
+    "time_to_accuracy": ("speedup_vs_trl", "share_of_bound_generation_bound"),
+}
