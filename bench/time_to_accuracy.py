@@ -3,21 +3,19 @@
     python3.11 -m venv .trlvenv && .trlvenv/bin/pip install -r bench/requirements-trl.txt
     python bench/time_to_accuracy.py --trl .trlvenv/bin/python          the default task; 8 minutes
     python bench/time_to_accuracy.py --part long                        the generation-bound variant; 8 minutes
-    python bench/time_to_accuracy.py --part startup --trl ...           from the command to the first update
 
 All have the same task, reward, P = K = 16, held-out problems, and two threads in all: eager's searcher and trainer have
 one each, the others use both in turn. All of `part default` but one row generate with transformers. Time is wall time
 from the first request for answers to the first weights that reach the accuracy; weights are copied after every update
-and evaluated when the run is over. The learning rate is constant after its warm-up; each system has its own, the best
-of the same four on the validation split, and so have TRL's batch and threads. Writes
-bench/results/time_to_accuracy.json, a part at a time.
+and evaluated when the run is over. The learning rate is constant; on the default task each system has its own, the
+best of the same four on the validation split, and so have TRL's batch and threads. Writes
+bench/results/time_to_accuracy.json, a part at a time. Start-up: bench/startup.py, and `startup_seconds_trl` here.
 """
 
 import dataclasses
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -44,7 +42,7 @@ VARIANTS = [  # of TRL: threads and options; the first is tuned first, the other
     (2, {"per_device_train_batch_size": 64, "steps_per_generation": 4}),
     (2, {"num_iterations": 2}),
 ]
-LONG = {"task": "bench/digits.py:make_task", "max_new_tokens": 49, "prompts_per_batch": 8}
+LONG = {"task": "bench/digits.py:make_task", "max_new_tokens": 49, "prompts_per_batch": 8, "lr": 1e-4}
 LONG_SYSTEMS = {
     "eager TBA, vLLM": FRESH,
     "onpolicy TB, vLLM": {"sync": "onpolicy"},
@@ -67,13 +65,13 @@ def configuration(cache: str, seed: int, split: str, steps: int, **options) -> C
     return resolve(Config(cache=cache, seed=seed, steps=steps, **(common | own | options)))
 
 
-def one_run(lab: Lab, config: Config) -> dict:
-    """Run, then look for the first weights that reach the target."""
+def one_run(lab: Lab, config: Config, prompts: int = 500, every: int = 1) -> dict:
+    """Run, then look for the first weights that reach the target, on so many problems, after each `every` updates."""
     folder = lab.start_folder(config)
     run = lab.run(config, folder)
     worker = lab.serial if config.sync == "onpolicy" else lab.trainer
-    few = dataclasses.replace(config, eval_prompts=500)
-    step, when, accuracy = worker.do("first_above", few, folder, TARGET, 1)
+    more = dataclasses.replace(config, eval_prompts=prompts)
+    step, when, accuracy = worker.do("first_above", more, folder, TARGET, every)
     batch = config.prompts_per_batch * config.K
     row = {"seed": config.seed, "lr": config.lr, "update": step, "accuracy": accuracy}
     row |= {"seconds": when - run["start"] if step else None, "trajectories": step and step * batch}
@@ -116,7 +114,7 @@ def trl(python: str, cache: str, runs: list[dict], split: str, updates: int, lab
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             raise RuntimeError(f"TRL failed:\n{done.stderr[-2000:]}")
-        return json.loads(answer.read_text())["rows"]
+        return json.loads(answer.read_text())
 
 
 def tune_trl(python: str, cache: str, seeds, updates: int, lab: Lab, quick: bool) -> tuple[dict, list[dict]]:
@@ -137,7 +135,7 @@ def tune_trl(python: str, cache: str, seeds, updates: int, lab: Lab, quick: bool
 def short(row: dict) -> dict:
     """A row for the JSON: without spans, rounded."""
     digits = {"seconds": 3, "seconds_an_update": 4, "accuracy": 3, "staleness": 2}
-    kept = {name: value for name, value in row.items() if name != "spans"}
+    kept = {name: value for name, value in row.items() if name not in ("spans", "start")}
     return kept | {n: round(row[n], d) for n, d in digits.items() if isinstance(row.get(n), float)}
 
 
@@ -174,7 +172,9 @@ def default_part(args, began: float) -> tuple[dict, list[dict]]:
                 r | {"system": TRL, "split": "heldout"} for r in trl(args.trl, args.cache, runs, "heldout", steps, lab)
             ]
             say(began, f"{TRL}: {[r['seconds'] for r in rows[-len(seeds) :]]}")
-    return {f"speedup_vs_{key}": value for key, value in speedups(rows).items()}, rows
+    figures = {f"speedup_vs_{key}": value for key, value in speedups(rows).items()}
+    starts = [row["startup_seconds"] for row in rows if "startup_seconds" in row]
+    return figures | ({"startup_seconds_trl": round(median(starts), 1)} if starts else {}), rows
 
 
 def speedups(rows: list[dict]) -> dict[str, float]:
@@ -215,25 +215,13 @@ def streaming_gain(lab: Lab, config: Config, folder: str, trajectories: int) -> 
 def long_part(args, began: float) -> tuple[dict, list[dict]]:
     """The generation-bound variant."""
     rows, shares, gains = [], [], []
-    seeds, rates, steps, systems = [0, 1, 2], RATES[1:3], 40, LONG_SYSTEMS
-    if args.quick:
-        seeds, rates, steps = [0], RATES[1:2], 3
-    chosen = {}
+    seeds, steps = ([0], 3) if args.quick else ([0, 1, 2], 30)
     with Lab(serial=2) as lab:
-        for name, options in systems.items():
-            tried = []
-            for rate in rates:
-                tried.append(
-                    one_run(lab, configuration(args.cache, 0, "validation", steps, lr=rate, **LONG, **options))
-                )
-            chosen[name] = best(tried)["lr"]
-            rows += [row | {"system": name, "split": "validation"} for row in tried]
-            say(began, f"{name}: learning rate {chosen[name]:g}")
         for seed in seeds:
             runs = {}
-            for name, options in systems.items():
-                config = configuration(args.cache, seed, "heldout", steps, lr=chosen[name], **LONG, **options)
-                runs[name] = one_run(lab, config) | {"system": name, "split": "heldout"}
+            for name, options in LONG_SYSTEMS.items():
+                config = configuration(args.cache, seed, "heldout", steps, **LONG, **options)
+                runs[name] = one_run(lab, config, 250, 2) | {"system": name, "split": "heldout"}
                 say(began, f"{name}, seed {seed}: {runs[name]['seconds']}")
             config = configuration(args.cache, seed, "heldout", steps, **LONG, **FRESH)
             gains.append(streaming_gain(lab, config, lab.start_folder(config), 128 if args.quick else 1024))
@@ -250,31 +238,7 @@ def long_part(args, began: float) -> tuple[dict, list[dict]]:
     return figures, rows
 
 
-def startup_part(args, began: float) -> tuple[dict, list[dict]]:
-    """Seconds from the command to the first update done, with the start model made already."""
-    rows = []
-    common = ["--steps", "1", "--max-seconds", "0", "--eval-every", "0", "--eval-prompts", "1", "--cache", args.cache]
-    for name, options in SYSTEMS.items():
-        for repeat in range(1 if args.quick else args.repeats):
-            with tempfile.TemporaryDirectory() as place:
-                out = Path(place) / "run"
-                flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-                start = time.time()
-                command = [sys.executable, "tba_min.py", "--out", str(out), *common, *flags]
-                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-                rows.append({"system": name, "repeat": repeat, "seconds": round(time.time() - start, 2)})
-        say(began, f"{name}: {rows[-1]['seconds']} s")
-    if args.trl:
-        with Lab() as lab:
-            for repeat in range(1 if args.quick else args.repeats):
-                start = time.time()
-                run = {"seed": 0, "lr": 1e-4, "threads": 2, "updates": 1}
-                trl(args.trl, args.cache, [run], "heldout", 1, lab)
-                rows.append({"system": TRL, "repeat": repeat, "seconds": round(time.time() - start, 2)})
-    return {}, rows
-
-
-PARTS = {"default": default_part, "long": long_part, "startup": startup_part}
+PARTS = {"default": default_part, "long": long_part}
 
 
 def tables(result: dict) -> str:
@@ -285,18 +249,11 @@ def tables(result: dict) -> str:
         lines = []
         for name in names:
             mine = [r for r in rows if r["part"] == part and r["system"] == name and r.get("split") != "validation"]
-            if part == "startup":
-                lines.append([name, f"{median(r['seconds'] for r in mine):.1f}"])
-                continue
             seconds = [f"{r['seconds']:.1f}" if r["seconds"] else "not reached" for r in mine]
             counts = " / ".join(f"{r['trajectories']:,}" if r["trajectories"] else "-" for r in mine)
             lines.append([name, f"{mine[0]['lr']:g}", " / ".join(seconds), counts])
         if lines:
-            head = (
-                ["start-up", "seconds"]
-                if part == "startup"
-                else [part, "learning rate", "seconds to .90", "trajectories"]
-            )
+            head = [part, "learning rate", "seconds to .90", "trajectories"]
             out.append(table(head, lines))
     return "\n\n".join(out)
 
