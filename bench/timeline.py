@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from accuracy import machine  # noqa: E402
+from common import machine  # noqa: E402
 
 from metrics import Clock  # noqa: E402
 from plots import read_trace, timeline, towards_the_end  # noqa: E402
