@@ -67,9 +67,21 @@ class Soak:
             env=os.environ | {"TMPDIR": str(self.tmp / "sockets")}, start_new_session=True,
         )  # fmt: skip
         begun = time.time()
-        # resumed, it first drops the rows after its checkpoint
-        self.wait(lambda: self.rows() and self.changed("metrics.jsonl") > begun and self.trains(), 400)
+        self.wait(self.trains_since(begun), 400)
+        self.wait(self.ended_or(lambda: all_in(self.out / "checkpoints")), 400)  # or there is nothing to resume
         print(f"{self.now():7.1f} s  {'resumed' if done else 'started'}, trains update {len(self.rows())}", flush=True)
+
+    def trains_since(self, begun: float):
+        """Resumed, a run first drops the rows after its checkpoint."""
+        return self.ended_or(lambda: self.rows() and self.changed("metrics.jsonl") > begun and self.trains())
+
+    def ended_or(self, condition):
+        def holds() -> bool:
+            if self.process.poll() is not None:
+                raise Wrong(f"the run ended with {self.process.returncode}:\n{self.printed()[-2000:]}")
+            return condition()
+
+        return holds
 
     def trains(self) -> bool:
         before = len(self.rows())
