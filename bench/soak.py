@@ -48,6 +48,7 @@ class Soak:
         self.out = self.tmp / "run"
         self.options = ["--gpus", "0", "--engine", engine, "--steps", "1000000", "--decay-steps", "0", "--lr", "3e-5"]
         self.options += ["--max-seconds", "0", "--eval-every", "50", "--checkpoint-every", "20"]
+        self.options += ["--buffer-capacity", "20000"]  # full soon, so that memory can be seen to stay
         self.options += ["--heartbeat-timeout", str(HEARTBEAT), "--max-restarts", "1000"]
         self.options += ["--cache", cache] if cache else []
         self.memory: list[tuple[float, str, int, float]] = []  # seconds, process, resident bytes, its age in seconds
@@ -125,9 +126,12 @@ class Soak:
                 raise Wrong(f"it did not come in {seconds:g} s; the last that was printed:\n{self.printed()[-2000:]}")
             time.sleep(0.1)
 
-    def ends(self, expected: tuple[int, ...], family: list[psutil.Process]) -> None:
-        """The run must end by itself with one of these codes, with nothing left; it is then resumed."""
-        begun = time.time()
+    def ends(self, expected: tuple[int, ...], family: list[psutil.Process], noticed: float = 0.0) -> None:
+        """The run must end by itself with one of these codes, with nothing left.
+
+        noticed: seconds after which the fault counts as noticed; the shutdown is timed from there.
+        """
+        begun = time.time() + noticed
         self.wait(lambda: self.process.poll() is not None, 60)
         if self.process.returncode not in expected:
             raise Wrong(f"exit code {self.process.returncode}, not {expected}:\n{self.printed()[-2000:]}")
@@ -164,7 +168,8 @@ class Soak:
             if what == "killed while writing":
                 self.wait(lambda: list((self.out / "checkpoints").glob(".writing-*")), 100)
             os.kill(self.pid(victim), signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
-            self.ends((-signal.SIGKILL,) if victim == "parent" else (1,), family)
+            codes = (-signal.SIGKILL,) if victim == "parent" else (1,)
+            self.ends(codes, family, noticed=HEARTBEAT if what == "stopped" else 0.0)
         if self.process.poll() is not None:
             self.start()
 
