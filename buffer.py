@@ -62,7 +62,8 @@ def unpack(packed: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> lis
     """The inverse of `pack`. Every array is a copy of its own, so that dropping one frees its bytes."""
     head, prompts, responses, log_mu = packed
     out, p, r = [], 0, 0
-    for uid, prompt_id, reason, reward, log_ref, first, last, searcher, n, t in head.tolist():
+    for uid, row in zip(head["uid"].tolist(), head.tolist(), strict=True):
+        _, prompt_id, reason, reward, log_ref, first, last, searcher, n, t = row
         tokens = (prompts[p : p + n].copy(), responses[r : r + t].copy(), reason, reward, log_ref)
         out.append(Trajectory(tuple(uid), prompt_id, *tokens, log_mu[r : r + t].copy(), first, last, searcher))
         p, r = p + n, r + t
@@ -280,14 +281,15 @@ class ReplayBuffer:
     def state_dict(self) -> dict:
         """All that a resumed run needs, in plain arrays and numbers."""
         with self._lock:
-            return {
-                "trajectories": pack(list(self._stored.values())),
+            stored = list(self._stored.values())
+            state = {
                 "prompts": list(self._prompts.keys),  # in the order that the next draws depend on
                 "recent": [(number, list(self._recent[number])) for number in self._pool.keys],
                 "next_number": self._next_number,
                 "counts": dict(self._counts),
                 "rng": self._rng.bit_generator.state,
             }
+        return {"trajectories": pack(stored)} | state  # packing takes long; others may go on meanwhile
 
     def load_state_dict(self, state: dict) -> None:
         """Take the place of the buffer that `state` was taken from: the next draws are those that it would make.
@@ -330,7 +332,9 @@ class BufferManager(BaseManager):
 
 
 BufferManager.register(
-    "Buffer", _Server, exposed=["pid", "add_packed", "sample_packed", "start_pool", "stats", "state_dict"]
+    "Buffer",
+    _Server,
+    exposed=["pid", "add_packed", "sample_packed", "start_pool", "stats", "state_dict", "load_state_dict"],
 )
 
 
@@ -352,6 +356,9 @@ class RemoteBuffer:
 
     def stats(self) -> dict[str, int]:
         return self._proxy.stats()
+
+    def state_dict(self) -> dict:
+        return self._proxy.state_dict()
 
 
 def serve(ctx, initializer: Callable, initargs: tuple, **options) -> tuple[BufferManager, object]:

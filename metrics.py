@@ -69,26 +69,37 @@ class Span:
 class Board:
     """Numbers that every process may read; row i is written by process i alone.
 
-    Rows: 0 is the parent, 1 the trainer, 2 + i searcher i.
+    Rows: 0 is the parent, 1 the trainer, 2 the buffer's Manager, 3 a maker of start models, 4 + i searcher i.
     """
 
-    PARENT, TRAINER, SEARCHERS = 0, 1, 2
+    PARENT, TRAINER, BUFFER, MAKER, SEARCHERS = 0, 1, 2, 3, 4
     FIELDS = (
         "alive",  # time.time() of the last sign of life, seconds
         "stop",  # parent: 1 when all shall end
         "rl_start",  # trainer: time.time() of the first batch; 0 before
-        "generated",  # searcher: trajectories generated
+        "generated",  # searcher: trajectories generated, by all its incarnations, as all counts are
         "handed_over",  # searcher: trajectories given to the buffer
+        "tokens",  # searcher: tokens of what it generated
+        "truncated",  # searcher: answers that were cut off at their longest
+        "undecodable",  # searcher: answers that are not valid text (U+FFFD in them)
+        "bad_rewards",  # searcher: rewards that were not finite or took too long, and count as 0
         "version",  # trainer: published; searcher: loaded
         "trained",  # trainer: trajectories trained, repeated ones counted each time
         "busy",  # share of the RL phase in which the process did not wait, 0 to 1
         "sync",  # trainer: sync wished for; parent: sync under way; searcher: sync arrived at (barrier)
         "go",  # parent: sync that is over (barrier)
     )
+    COUNTS = ("generated", "handed_over", "tokens", "truncated", "undecodable", "bad_rewards")
 
     def __init__(self, ctx, searchers: int) -> None:
         self.searchers = searchers
-        self._cells = ctx.RawArray("d", (2 + searchers) * len(self.FIELDS))
+        self._cells = ctx.RawArray("d", (self.SEARCHERS + searchers) * len(self.FIELDS))
+
+    @classmethod
+    def row(cls, name: str) -> int:
+        """The row of a process by its name."""
+        rows = {"parent": cls.PARENT, "trainer": cls.TRAINER, "buffer": cls.BUFFER, "start-model": cls.MAKER}
+        return cls.SEARCHERS + int(name.removeprefix("searcher-")) if name.startswith("searcher-") else rows[name]
 
     def _index(self, row: int, field: str) -> int:
         return row * len(self.FIELDS) + self.FIELDS.index(field)
@@ -116,6 +127,13 @@ class JsonLines:
     def write(self, row: dict) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+
+
+def keep_rows_before(path: Path, step: int) -> None:
+    """Drop the rows of a metrics file from update `step` on: a resumed run does these updates again."""
+    rows = [row for row in read_jsonl(path) if row["step"] < step] if path.exists() else []
+    path.with_suffix(".new").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(path.with_suffix(".new"), path)
 
 
 class EventLog:

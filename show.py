@@ -170,6 +170,7 @@ def summary_text(summary: dict, out) -> str:
             f" {summary['staleness_max']:.0f} at most",
             f"busy               trainer {summary['busy_trainer']:.0%}, searchers {searchers}",
             f"bottleneck         {summary['advice']}",
+            *([f"restarts           {summary['restarts']} of searchers"] if summary["restarts"] else []),
             f"run                {out}",
         ]
     )

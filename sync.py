@@ -10,7 +10,7 @@ import time
 
 from buffer import RemoteBuffer, ReplayBuffer, Trajectory
 from engine import HfEngine
-from metrics import Board, Clock
+from metrics import Board
 from policy import named_weights
 
 Batch = list[list[Trajectory]]  # P groups of K
@@ -20,12 +20,13 @@ class Prefetch:
     """eager: a thread keeps the next batch ready, drawn while the trainer learns from the one before.
 
     Args:
-        clock: the trainer's; waits go there by what held the batch up, draws as a track of their own.
-        first: update that the first batch is for.
+        child: of the trainer; on its clock waits go by what held the batch up, draws as a track of their own.
+        first, trained: update that the first batch is for, and trajectories trained before it (of a resumed run).
     """
 
-    def __init__(self, buffer: RemoteBuffer, config, board: Board, clock: Clock, first: int = 0) -> None:
-        self.buffer, self.config, self.board, self.clock, self.first = buffer, config, board, clock, first
+    def __init__(self, buffer: RemoteBuffer, config, child, first: int = 0, trained: int = 0) -> None:
+        self.buffer, self.config, self.child, self.board, self.clock = buffer, config, child, child.board, child.clock
+        self.first, self.trained = first, trained
         self.late = 0  # batches that could have been ready and were not
         self._ready: queue.Queue = queue.Queue(maxsize=1)
         self._drawn = self._given = 0  # batches
@@ -35,7 +36,7 @@ class Prefetch:
         """The next batch; None when the run is being stopped. Raises what the fetching raised."""
         start, waited = time.time(), self._ready.empty()
         while not self.board.stopping:
-            self.board.set(Board.TRAINER, "alive", time.time())
+            self.child.beat()
             try:
                 batch, cause = self._ready.get(timeout=0.1)
             except queue.Empty:
@@ -52,6 +53,10 @@ class Prefetch:
     def generated(self) -> int:
         """Trajectories that the searchers generated so far."""
         return int(sum(self.board.of_searchers("generated")))
+
+    def state_dict(self) -> dict:
+        """Counts of each searcher, which its next incarnation goes on from."""
+        return {name: self.board.of_searchers(name) for name in Board.COUNTS}
 
     def _fetch(self) -> None:
         cause = "prefetch"  # what holds the next batch up
@@ -80,7 +85,7 @@ class Prefetch:
 
     def _may_draw(self) -> bool:
         """Replay ratio: trained <= ratio * generated. The first batch is free."""
-        trained = (self._drawn + 1) * self.config.prompts_per_batch * self.config.K
+        trained = self.trained + (self._drawn + 1) * self.config.prompts_per_batch * self.config.K
         return self._drawn == 0 or trained <= self.config.replay_ratio * self.generated()
 
 
@@ -89,12 +94,12 @@ class Barrier:
 
     late = 0  # nothing is fetched ahead
 
-    def __init__(self, buffer: RemoteBuffer, config, board: Board, clock: Clock) -> None:
-        self.buffer, self.config, self.board, self.clock = buffer, config, board, clock
+    def __init__(self, buffer: RemoteBuffer, config, child) -> None:
+        self.buffer, self.config, self.child, self.board, self.clock = buffer, config, child, child.board, child.clock
         self._syncs = 0
 
     def next(self, step: int) -> Batch | None:
-        if step % self.config.sync_every == 0:
+        if step % self.config.sync_every == 0 or not self._syncs:  # a resumed run starts with one too
             self._sync()
         size = self.config.prompts_per_batch * self.config.K
         while not self.board.stopping:
@@ -106,15 +111,14 @@ class Barrier:
             self._sync()  # too little yet: let the searchers bring more
         return None
 
-    def generated(self) -> int:
-        return int(sum(self.board.of_searchers("generated")))
+    generated, state_dict = Prefetch.generated, Prefetch.state_dict
 
     def _sync(self) -> None:
         self._syncs += 1
         self.board.set(Board.TRAINER, "sync", self._syncs)
         with self.clock.span("wait for sync"):
             while self.board.get(Board.PARENT, "go") < self._syncs and not self.board.stopping:
-                self.board.set(Board.TRAINER, "alive", time.time())
+                self.child.beat()
                 time.sleep(0.001)
 
 
@@ -123,8 +127,8 @@ class OnPolicy:
 
     late = 0
 
-    def __init__(self, searcher, model, config, board: Board) -> None:
-        self.searcher, self.model, self.config, self.board = searcher, model, config, board
+    def __init__(self, searcher, model, config, child) -> None:
+        self.searcher, self.model, self.config, self.board = searcher, model, config, child.board
 
     def next(self, step: int) -> Batch | None:
         clock, engine = self.searcher.clock, self.searcher.engine
@@ -148,6 +152,9 @@ class OnPolicy:
 
     def generated(self) -> int:
         return self.searcher.generated
+
+    def state_dict(self) -> dict:
+        return self.searcher.state_dict()
 
 
 def draw(buffer: ReplayBuffer | RemoteBuffer, config, step: int) -> Batch | None:

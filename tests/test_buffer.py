@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import buffer
 from buffer import RemoteBuffer, ReplayBuffer, Trajectory, pack, reward_probs, unpack
-from child import prepare_process
+from child import prepare_buffer
+from metrics import Board
 
 COUNTER = itertools.count()
 
@@ -589,7 +590,7 @@ def visitor(proxy, answer):
 def test_a_served_buffer_is_the_same_buffer_from_another_process():
     ctx = multiprocessing.get_context("spawn")
     options = {"capacity": 100, "per_prompt": 10, "recent_groups": 6, "seed": 3}
-    manager, proxy = buffer.serve(ctx, prepare_process, ("buffer",), **options)
+    manager, proxy = buffer.serve(ctx, prepare_buffer, (Board(ctx, 0),), **options)
     try:
         receiving, sending = ctx.Pipe(duplex=False)
         process = ctx.Process(target=visitor, args=(proxy, sending))

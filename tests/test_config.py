@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import math
 import os
 import re
@@ -131,7 +132,7 @@ def test_defaults_that_hang_on_other_options_are_filled_in():
     got = resolve(given)
     assert (got.recent_groups, got.threads, got.searchers, got.seed) == (3, 7, 2, 5)
     assert given == Config(recent_groups=3, threads=7, searchers=2, seed=5)  # frozen, left as it was
-    assert not [f for f in FIELDS if getattr(got, f) is None and f != "out"]
+    assert not [f for f in FIELDS if getattr(got, f) is None and f not in ("out", "resume")]
     assert resolve(got) == got
 
 
@@ -178,10 +179,17 @@ def test_gpus_are_counted_without_torch(monkeypatch, mask, want):
 # --- models, tasks, folders -----------------------------------------------------------------------------------------
 
 
+def write_empty_weights(folder):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def test_a_model_folder_needs_a_config(tmp_path):
     text = refusal(model=str(tmp_path))
     assert text.startswith(f"--model {tmp_path}:") and "no config.json" in text
     (tmp_path / "config.json").write_text("{}")
+    assert "no *.safetensors" in refusal(model=str(tmp_path))
+    write_empty_weights(tmp_path)
     assert resolve(Config(model=str(tmp_path))).model == str(tmp_path)
     assert resolve(Config(model=os.path.relpath(tmp_path))).model == str(tmp_path)  # children may stand elsewhere
 
@@ -206,6 +214,8 @@ def test_a_hub_name_becomes_the_folder_of_its_snapshot(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     assert "lacks config.json" in refusal(model="somebody/a-data-set")
     (tmp_path / "config.json").write_text("{}")
+    assert "no *.safetensors" in refusal(model="somebody/something")
+    write_empty_weights(tmp_path)
     assert resolve(Config(model="somebody/something")).model == str(tmp_path)
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,27 +11,17 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from conftest import SHORT
 
 from metrics import read_jsonl
 from plots import SPANS
 from show import CURES
 
-SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-per-prompt", "4", "--eval-every", "5"]
-SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
-SHORT += ["--task", "tests/checksum.py:make_task"]
 SUMMARY = """task model engine sync seed steps accuracy_before accuracy_after seconds_total seconds_rl
     trajectories_generated trajectories_trained staleness_mean staleness_max busy_trainer busy_searchers""".split()
 WORK = {"import", "load", "generate", "reward", "log pi_ref", "hand over", "pull weights"}
 WORK |= {"sample", "forward, backward", "step", "publish", "evaluate"}
 WAITS = {"eager": {"wait for start"}, "barrier": {"wait for sync"}, "onpolicy": set()}
-RIGHT_NEVER = """
-class Broken:
-    train = validation = heldout = [f"{i}+1=" for i in range(10, 60)]
-    def reward(self, prompt, answer):
-        raise KeyError("no such grader")
-def make_task():
-    return Broken()
-"""
 
 
 @pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy"])
@@ -180,43 +169,12 @@ def test_ctrl_c_while_starting(start_job, tiny_folder):
     job.assert_nothing_left(family)
 
 
-@pytest.mark.parametrize("victim", ["trainer", "searcher-0", "buffer"])
-def test_a_killed_child_ends_the_run(start_job, tiny_folder, victim):
-    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--engine", "hf", "--model", tiny_folder)
-    family = job.wait_for(lambda j: len(j.rows()) > 3 and j.family())
-    os.kill(job.pids()[victim], signal.SIGKILL)
-    assert job.wait(30) == 1, job.text
-    job.assert_nothing_left(family)
-    assert victim in job.text and "failed" in job.text
-
-
 def test_a_killed_parent_leaves_nobody(start_job, tiny_folder):
     job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--engine", "hf", "--model", tiny_folder)
     family = job.wait_for(lambda j: len(j.rows()) > 3 and j.family())
     job.process.kill()
     job.wait(30)
     job.assert_nothing_left(family)
-
-
-def test_an_error_in_a_reward_is_shown(start_job, tiny_folder, tmp_path):
-    (tmp_path / "broken.py").write_text(RIGHT_NEVER)
-    args = ["--engine", "hf", "--model", tiny_folder, "--task", f"{tmp_path / 'broken.py'}:make_task"]
-    job = start_job(*SHORT, *args)
-    assert job.wait(90) == 1
-    assert "no such grader" in job.text and "Traceback" in job.text
-    job.assert_nothing_left()
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(start_job, tiny_folder, tmp_path):
-    (tmp_path / "nan.py").write_text(RIGHT_NEVER.replace('raise KeyError("no such grader")', 'return float("nan")'))
-    args = ["--engine", "hf", "--sync", "onpolicy", "--model", tiny_folder]
-    job = start_job(*SHORT, *args, "--task", f"{tmp_path / 'nan.py'}:make_task")
-    assert job.wait(90) == 1
-    assert "update 0: the loss is nan; prompt" in job.text
-    with np.load(job.out / "bad-batch-0.npz") as kept:
-        (trajectories, *_) = (kept[name] for name in kept.files)
-    assert len(trajectories) == 16 and np.isnan(trajectories["reward"]).all()
-    job.assert_nothing_left()
 
 
 @pytest.mark.parametrize("m", [0, 1])

@@ -60,7 +60,8 @@ class FakeRun:
 
     def train(self) -> None:
         clock, make = Clock(), sync.Barrier if self.config.sync == "barrier" else sync.Prefetch
-        source = make(self.buffer, self.config, self.board, clock)
+        child = SimpleNamespace(board=self.board, clock=clock, beat=lambda: None)
+        source = make(self.buffer, self.config, child)
         try:
             for step in range(self.steps):
                 batch = source.next(step)
@@ -75,7 +76,7 @@ class FakeRun:
         self.clock, self.source = clock, source
 
     def parent(self) -> None:
-        run = SimpleNamespace(board=self.board, buffer=self.buffer, _died=pytest.fail)
+        run = SimpleNamespace(board=self.board, buffer=self.buffer, absent=set(), _blame_those_behind=pytest.fail)
         while not self.board.stopping:
             Run._lead_sync(run)
             self.time.sleep(0.001)

@@ -61,7 +61,7 @@ def test_readme_names_only_files_that_exist():
             assert (ROOT / name).exists(), name
 
 
-RUN_FILES = {"config.json", "summary.json", "pids.json", "timeline.json"}
+RUN_FILES = {"manifest.json", "progress.json", "config.json", "summary.json", "pids.json", "timeline.json"}
 
 
 def test_readme_has_the_measured_numbers():
