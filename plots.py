@@ -73,9 +73,9 @@ SPANS = {  # one colour a kind of span, everywhere: blue to green is a searcher'
     "step": "#ff7f0e",
     "publish": "#e377c2",
     "evaluate": "#ffd92f",
-    "checkpoint": "#bcbd22",
+    "checkpoint": "#a6761d",
 }
-OTHER = "#d9d9d9"
+OTHER = "#bcbd22"
 WAIT = {"facecolor": "white", "edgecolor": "#999999", "hatch": "////", "linewidth": 0.0}
 
 
