@@ -116,7 +116,7 @@ class Update:
     start: float
     end: float
     ages: list[int]  # step - policy_version of each trajectory: the weights that wrote it
-    stamped: list[int]  # step - what the trainer's clock said when it was finished: the wrong way
+    stamped: list[int]  # step - the trainer's count of updates when it was finished: the wrong way
     metrics: dict[str, float]
 
 
@@ -187,7 +187,7 @@ class _Play:
     def __post_init__(self) -> None:
         s = self.setting
         self.arrived = [0] * s.searchers  # barrier: syncs that each searcher took part in
-        self.stamps: dict[tuple, int] = {}  # uid -> the trainer's update when the answer was finished
+        self.stamps: dict[tuple, int] = {}  # uid -> the trainer's count of updates when the answer was finished
         self.latencies = [np.random.default_rng([s.seed, i]) for i in range(s.searchers + 1)]  # the last: the trainer's
         self.streams = [prompt_stream(s.prompts, s.seed, i, s.searchers) for i in range(s.searchers)]
         self.stream = prompt_stream(s.prompts, s.seed, 0, 1)  # onpolicy: one for all
@@ -207,7 +207,7 @@ class _Play:
         answers = self.world.write(prompt, version, self.setting.answers)
         uids = [(i, 0, self.written + j) for j in range(len(answers))]
         self.written += len(answers)
-        self.stamps |= dict.fromkeys(uids, self.published)
+        self.stamps |= dict.fromkeys(uids, len(self.updates))
         known = {"prompt_id": prompt, "policy_version": version, "version_last": version, "searcher": i}
         return [Trajectory(uid=uid, **known, **answer) for uid, answer in zip(uids, answers, strict=True)]
 

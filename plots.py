@@ -171,7 +171,7 @@ METHODS = {  # one colour a method, in every notebook; purple is age, as in stal
     "k = 100": "#e377c2",
     "β = 0.002": "#d62728",
 }
-OTHERS = ("#222222", "#1b7837", "#762a83", "#b35806", "#2166ac", "#999999")  # for what is no method, by its place
+OTHERS = ("#222222", "#1b7837", "#b35806", "#2166ac", "#999999", "#762a83")  # for what is no method, by its place
 
 
 def picture(figure):
@@ -200,7 +200,8 @@ def _draw_curves(axes, series: dict, dashed: tuple[str, ...] = ()) -> None:
             axes.plot(x, y.T, color=colour, alpha=0.4, linewidth=0.5)
         style = (0, (4, 4)) if name in dashed else "-"
         marker = "o" if len(x) < 20 else None
-        axes.plot(x, np.median(y, 0), color=colour, linewidth=2, linestyle=style, marker=marker, ms=4, label=name)
+        width = 2 if len(x) < 500 else 1.2
+        axes.plot(x, np.median(y, 0), color=colour, linewidth=width, linestyle=style, marker=marker, ms=4, label=name)
     axes.grid(alpha=0.3)
 
 
@@ -216,6 +217,10 @@ def curves(series: dict, xlabel: str, ylabel: str, title: str, log: str = "", da
     axes.set(xlabel=xlabel)
     for axis in log:
         getattr(axes, f"set_{axis}scale")("log")
+    x = list(next(iter(series.values()))[0])
+    if len(x) < 20:
+        axes.set_xticks(x, [f"{value:g}" for value in x])
+        axes.minorticks_off()
     axes.legend()
     return figure
 
@@ -237,7 +242,7 @@ def curves_above(top: dict, bottom: dict, xlabel: str, ylabels: tuple[str, str],
     return figure
 
 
-def against_target(log_target, policies: dict, title: str):
+def against_target(log_target, reward, policies: dict, title: str):
     """Each sequence's log-probability against that of the exact target, a panel a policy; balance is the diagonal."""
     from matplotlib.figure import Figure
 
@@ -246,11 +251,12 @@ def against_target(log_target, policies: dict, title: str):
     low, high = float(log_target.min()) - 1, 0.5
     for axes, (name, log_pi) in zip(panels, policies.items(), strict=True):
         axes.plot([low, high], [low, high], color="black", linewidth=0.8)
-        axes.scatter(log_target, log_pi, s=8, color=METHODS["TB"], alpha=0.6)
+        dots = axes.scatter(log_target, log_pi, s=10, c=reward, cmap="viridis", vmin=0, vmax=1)
         axes.set(title=name, xlabel="log of the target [nats]")
         axes.title.set_fontsize(10)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("log of the policy [nats]")
+    figure.colorbar(dots, ax=panels, label="reward")
     figure.suptitle(title)
     return figure
 

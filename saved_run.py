@@ -194,8 +194,16 @@ def arrivals(stream: list[Trajectory]) -> Iterator[tuple[int, list[list[Trajecto
         yield update, list(by_update.get(update, {}).values())
 
 
-def replay(stream: list[Trajectory], buffer: ReplayBuffer, p: int, k: int, m: float, inverse_temperature: float = 0.0):
-    """Put a recorded stream through a buffer, draw a batch after every trainer update. -> a row for each update.
+def replay(
+    stream: list[Trajectory],
+    buffer: ReplayBuffer,
+    p: int,
+    k: int,
+    m: float,
+    inverse_temperature: float = 0.0,
+    every: int = 1,
+) -> list[dict]:
+    """Put a recorded stream through a buffer, draw a batch after each `every` trainer updates. -> a row for each draw.
 
     What is drawn teaches nobody: the stream was written by a run with its own settings, and stays what it was.
     """
@@ -203,7 +211,7 @@ def replay(stream: list[Trajectory], buffer: ReplayBuffer, p: int, k: int, m: fl
     for update, groups in arrivals(stream):
         for group in groups:
             buffer.add(group)
-        batch = buffer.sample(p, k, m, inverse_temperature)
+        batch = None if update % every else buffer.sample(p, k, m, inverse_temperature)
         if batch is None:
             continue
         seen = {"stored": buffer.contents(), "drawn": [t for group in batch for t in group]}

@@ -113,6 +113,14 @@ class Answers:
     beta: float
     clip: float = CLIP
 
+    @classmethod
+    def look_up(cls, prompts, drawn, token_pi, token_mu, log_ref, reward, critic, beta, clip=CLIP) -> "Answers":
+        """The answers `drawn` [P, K] to the `prompts` [P], out of tables over all sequences [B, 256, ...]."""
+        at = prompts.unsqueeze(1), drawn
+        sequences = token_pi.sum(-1)[at], token_mu.sum(-1)[at], log_ref[at], reward[at]
+        values = critic[prompts.view(-1, 1, 1), ROWS[drawn]]
+        return cls(*sequences, token_pi[at], token_mu[at], values, beta, clip)
+
     def shaped(self, log_p: Tensor) -> Tensor:
         """Reward less beta times what `log_p` has moved from pi_ref, a constant. [B, K]"""
         return self.reward - self.beta * (log_p - self.log_ref).detach()
@@ -204,10 +212,7 @@ def learn(
         log_pi, log_mu = token_pi.sum(-1), token_mu.sum(-1)  # [B, 256]
         mu = log_mu.exp().nan_to_num(1.0)  # rows that diverged go on, of no use to anybody
         drawn = torch.multinomial(mu, k, replacement=True, generator=draws)  # [B, K]
-        sequences = (x.gather(1, drawn) for x in (log_pi, log_mu, log_ref, start.reward))
-        tokens = (x[rows.unsqueeze(1), drawn] for x in (token_pi, token_mu))
-        values = critic[rows.view(-1, 1, 1), ROWS[drawn]]
-        answers = Answers(*sequences, *tokens, values, beta, clip)
+        answers = Answers.look_up(rows, drawn, token_pi, token_mu, log_ref, start.reward, critic, beta, clip)
         stepper.zero_grad()
         (LOSSES[loss](answers) * len(lags)).backward()  # a sum over rows: they don't share a gradient
         stepper.step()
@@ -227,6 +232,18 @@ def _note(notes: dict[str, list[Tensor]], a: Answers, log_pi: Tensor, target: Te
     notes["loss"].append(residual.square().mean(1))
     notes["log_ratio"].append(a.log_pi.detach() - a.log_mu)
     notes["kl"].append(kl(log_pi, target))
+
+
+def gradient(loss: str, table: Tensor, p: Problem, drawn: Tensor, beta: float) -> Tensor:
+    """Gradient of a loss with respect to the table, on the given sequences, as if pi had written them just now.
+
+    table: [85, 4]; p: one prompt; drawn: [K] indices of sequences -> [85, 4]
+    """
+    table = table.clone().requires_grad_()
+    token_pi = token_log_probabilities(table.unsqueeze(0))
+    here, nothing = torch.zeros(1, dtype=torch.long), torch.zeros(1, STATES)
+    look = token_pi, token_pi.detach(), p.log_ref, p.reward, nothing, beta
+    return torch.autograd.grad(LOSSES[loss](Answers.look_up(here, drawn.unsqueeze(0), *look)), table)[0]
 
 
 def by_lag(loss: str, lags: list[int], seeds: int, beta: float, rate: float, updates: int, last: int = 100, **options):
@@ -333,12 +350,10 @@ class World:
         drawn = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(-1)  # [P, K]
         token_pi = token_log_probabilities(self.table)
         log_pi = token_pi.sum(-1)  # [prompts, 256]
-        token_mu = torch.from_numpy(np.array([[t.log_mu for t in group] for group in groups]))
-        sequences = [x[prompts].gather(1, drawn) for x in (log_pi, self.log_ref, self.reward)]
-        answers = Answers(
-            sequences[0], token_mu.sum(-1), *sequences[1:], token_pi[prompts.unsqueeze(1), drawn], token_mu,
-            torch.zeros_like(token_mu), self.beta,
-        )  # fmt: skip
+        token_mu = torch.zeros_like(token_pi)
+        token_mu[prompts.unsqueeze(1), drawn] = torch.tensor(np.array([[t.log_mu for t in g] for g in groups]))
+        critic = torch.zeros(self.prompts, STATES)
+        answers = Answers.look_up(prompts, drawn, token_pi, token_mu, self.log_ref, self.reward, critic, self.beta)
         self.stepper.zero_grad()
         LOSSES[self.loss](answers).backward()
         self.stepper.step()

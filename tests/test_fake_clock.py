@@ -94,11 +94,11 @@ def test_eager_reaches_the_limit_and_the_others_do_not():
 
 
 def test_the_trainers_clock_understates_staleness():
-    """Stamped when it is finished, by what is published then, an answer looks too young."""
+    """Stamped when it is finished, by the trainer's count, an answer looks younger than the weights that wrote it."""
     story = play(Setting(sync="barrier", k=4, updates=40, searchers=4))
     ages = [a for u in story.updates for a in u.ages]
     stamped = [a for u in story.updates for a in u.stamped]
-    assert sum(stamped) < sum(ages)
+    assert sum(stamped) < 0.9 * sum(ages)
 
 
 def test_the_same_setting_is_the_same_story():
