@@ -13,7 +13,7 @@ devices and trains on one of them; `--sync onpolicy` is one process.
 import heapq
 import itertools
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -317,6 +317,14 @@ class _Play:
 
     def _all_written(self) -> bool:
         return not self.left and not self.writing
+
+
+def play_all(setting: Setting, world: Callable = Nothing, options: dict | None = None, **changes) -> dict[str, Story]:
+    """The same setting, with `changes`, in all three modes, each in a new world; barrier syncs every 2 updates."""
+    out = {}
+    for sync, k in (("onpolicy", 1), ("barrier", 2), ("eager", 1)):
+        out[sync] = play(replace(setting, sync=sync, k=k, **changes), world(**(options or {})))
+    return out
 
 
 def play(setting: Setting, world=None) -> Story:

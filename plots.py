@@ -185,6 +185,13 @@ def picture(figure):
     return Image(data.getvalue())
 
 
+def smooth(values, width: int = 10):
+    """Means of `width` neighbours: [n] -> [n - width + 1]."""
+    import numpy as np
+
+    return np.convolve(values, np.ones(width) / width, "valid")
+
+
 def _colour(name: str, place: int) -> str:
     return METHODS.get(name) or OTHERS[place % len(OTHERS)]
 

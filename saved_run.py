@@ -8,6 +8,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,6 +61,13 @@ def run_job(out: Path, *options: str) -> SavedRun:
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}: {''.join(lines[-8:])}")
     return read_run(Path(out))
+
+
+def obtain(file: str, options: list[str], replay: bool) -> SavedRun:
+    """The saved run of that name, or a new one by these options, in a folder of its own."""
+    if replay:
+        return read_run(SAVED / f"{file}.json")
+    return run_job(Path(tempfile.mkdtemp()) / file, *options)
 
 
 def read_run(place: Path) -> SavedRun:
@@ -220,6 +228,25 @@ def replay(
             row |= {f"{name}_{what}": value for what, value in _look(trajectories, update).items()}
         rows.append(row)
     return rows
+
+
+def over_time(rows: list[dict], name: str, width: int = 1) -> tuple[list[int], list[float]]:
+    """A column of a replay as a curve: trainer updates, and means of `width` neighbours. A list counts as its mean."""
+    values = np.convolve([np.mean(row[name]) for row in rows], np.ones(width) / width, "valid")
+    return [row["update"] for row in rows][width - 1 :], values.tolist()
+
+
+def gathered(rows: list[dict], name: str, start: int = 0) -> list[int]:
+    """All numbers of a column of lists, from row `start` on."""
+    return [value for row in rows[start:] for value in row[name]]
+
+
+def as_text(t: Trajectory, prompts: list[str]) -> str:
+    """A trajectory of the addition task as a reader sees it."""
+    from start_model import VOCABULARY
+
+    answer = "".join(VOCABULARY[i] for i in t.response)
+    return f"{prompts[t.prompt_id]}{answer:12} reward {t.reward:.0f}, written by version {t.policy_version}"
 
 
 def _look(trajectories: list[Trajectory], update: int) -> dict:

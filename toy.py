@@ -77,6 +77,11 @@ def effective_share(log_ratio: Tensor) -> Tensor:
     return (2 * log_ratio.logsumexp(-1) - (2 * log_ratio).logsumexp(-1)).exp() / log_ratio.shape[-1]
 
 
+def worth(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
+    """J of a policy: mean reward less beta times the KL from the reference. [B, 256] x 3 -> [B], reward units."""
+    return (log_pi.exp() * reward).sum(-1) - beta * kl(log_pi, log_ref)
+
+
 @dataclass
 class Problem:
     """B prompts: where learning starts, and what is rewarded."""

@@ -91,16 +91,10 @@ log_z = toy.exact_log_z(log_ref, reward, BETA)
 stranger = toy.log_probabilities(
     torch.randn(1, toy.STATES, toy.VOCABULARY, generator=torch.Generator().manual_seed(5))
 )[0]
-
-
-def worth(log_pi):
-    """J of a policy: mean reward less beta times the KL from the reference."""
-    return (log_pi.exp() * reward).sum() - BETA * toy.kl(log_pi, log_ref)
-
-
 print(f"beta log Z = {BETA * log_z:.4f}\n\npolicy       J        beta log Z - beta KL(policy || target)")
 for name, log_pi in {"reference": log_ref, "random": stranger, "target": target}.items():
-    print(f"{name:10} {worth(log_pi):7.4f}   {BETA * log_z - BETA * toy.kl(log_pi, target):7.4f}")
+    worth = toy.worth(log_pi, log_ref, reward, BETA)
+    print(f"{name:10} {worth:7.4f}   {BETA * log_z - BETA * toy.kl(log_pi, target):7.4f}")
 
 # %% [markdown]
 # ## From the target to a loss
@@ -262,7 +256,8 @@ plots.picture(plots.curves(series, "answers in a group, K", "noise / signal", ti
 
 # %%
 # What this notebook claims:
-assert abs(worth(target) - BETA * log_z) < 1e-4 and worth(target) > max(worth(log_ref), worth(stranger))
+best, at_start, random = (toy.worth(p, log_ref, reward, BETA) for p in (target, log_ref, stranger))
+assert abs(best - BETA * log_z) < 1e-4 and best > max(at_start, random)
 assert residual.abs().max() < 1e-4  # the target balances any answers
 assert (final < 0.03).all() and (final < course.untrained / 10).all()
 assert (gap - course.kl.unfold(0, 20, 1).mean(-1).T).mean().abs() < 0.02  # the gap is the KL

@@ -21,7 +21,7 @@ import numpy as np
 
 import plots
 from buffer import ReplayBuffer, reward_probs
-from saved_run import SAVED, read_stream, replay
+from saved_run import SAVED, as_text, gathered, over_time, read_stream, replay
 from start_model import VOCABULARY
 
 # %% tags=["parameters"]
@@ -54,16 +54,9 @@ EVERY = 5 if FAST else 2  # trainer updates between two looks at the buffer
 stream, problems = read_stream(SAVED / "stream.npz")
 stream = [t for t in stream if t.version_last < UPDATES]
 
-
-def as_text(t):
-    """A trajectory as a reader sees it."""
-    answer = "".join(VOCABULARY[i] for i in t.response)
-    return f"{problems[t.prompt_id]}{answer:12} reward {t.reward:.0f}, written by version {t.policy_version}"
-
-
 print(len(stream), "trajectories, 16 at a time answer one problem:\n")
 for t in stream[:3] + stream[-3:]:
-    print(as_text(t))
+    print(as_text(t, problems))
 
 # %% [markdown]
 # ## Adding, deduplicating, evicting
@@ -129,22 +122,15 @@ for inverse in (0.0, 1.0, INVERSE_TEMPERATURE):
 
 
 # %%
-def roomy():
-    """A buffer that never throws anything away."""
-    return ReplayBuffer(1_000_000, 1_000_000, recent_groups=2 * P)
-
-
-lives = {m: replay(stream, roomy(), P, K, m, every=EVERY) for m in (0.0, M, 1.0)}
+room = 1_000_000, 1_000_000  # more than there are: nothing is ever thrown away
+lives = {m: replay(stream, ReplayBuffer(*room, 2 * P), P, K, m, every=EVERY) for m in (0.0, M, 1.0)}
 half = UPDATES // EVERY // 2  # the second half of the recording, so that there is something old
 
-
-def ages(rows, what):
-    """Ages in trainer updates over the second half."""
-    return [age for row in rows[half:] for age in row[f"{what}_ages"]]
-
-
-panels = {f"m = {m:g}": {what: ages(rows, what) for what in ("stored", "drawn")} for m, rows in lives.items()}
-young = np.mean(np.array(ages(lives[M], "drawn")) < 10)
+panels = {
+    f"m = {m:g}": {what: gathered(rows, f"{what}_ages", half) for what in ("stored", "drawn")}
+    for m, rows in lives.items()
+}
+young = np.mean(np.array(gathered(lives[M], "drawn_ages", half)) < 10)
 title = f"With m = {M:g}, {young:.0%} of what the trainer draws is less than 10 updates old"
 plots.picture(plots.histograms(panels, np.linspace(0, UPDATES, 25), "age [trainer updates]", title))
 
@@ -161,16 +147,11 @@ plots.picture(plots.histograms(panels, np.linspace(0, UPDATES, 25), "age [traine
 
 
 # %%
-def mean_ages(rows, what):
-    """Mean age over trainer updates."""
-    return [row["update"] for row in rows], [np.mean(row[f"{what}_ages"]) for row in rows]
-
-
 bounded = replay(stream, ReplayBuffer(CAPACITY, 1_000_000, 2 * P), P, K, 0.0, every=EVERY)
 series = {
-    "stored": mean_ages(bounded, "stored"),
-    "drawn": mean_ages(bounded, "drawn"),
-    "stored, without a bound": mean_ages(lives[0.0], "stored"),
+    "stored": over_time(bounded, "stored_ages"),
+    "drawn": over_time(bounded, "drawn_ages"),
+    "stored, without a bound": over_time(lives[0.0], "stored_ages"),
 }
 limit = np.mean([np.mean(row["stored_ages"]) for row in bounded[-10:]])
 title = f"A buffer of {CAPACITY:,} stops ageing at {limit:.0f} trainer updates on average"
@@ -188,24 +169,12 @@ plots.picture(plots.curves(series, "trainer updates", "mean age [trainer updates
 # > share among the drawn ones higher? Everywhere?
 
 # %%
-by_reward = replay(stream, roomy(), P, K, 0.0, INVERSE_TEMPERATURE, EVERY)
-
-
-def smooth(values, width=5):
-    """Mean of neighbours."""
-    return np.convolve(values, np.ones(width) / width, "valid")
-
-
-def over_time(rows, name):
-    """A column of the replay, smoothed, with its updates."""
-    y = smooth([row[name] for row in rows])
-    return [row["update"] for row in rows][: len(y)], y
-
+by_reward = replay(stream, ReplayBuffer(*room, 2 * P), P, K, 0.0, INVERSE_TEMPERATURE, EVERY)
 
 series = {
-    "stored": over_time(lives[0.0], "stored_reward"),
-    "drawn": over_time(by_reward, "drawn_reward"),
-    "drawn, all alike": over_time(lives[0.0], "drawn_reward"),
+    "stored": over_time(lives[0.0], "stored_reward", 5),
+    "drawn": over_time(by_reward, "drawn_reward", 5),
+    "drawn, all alike": over_time(lives[0.0], "drawn_reward", 5),
 }
 right = {what: np.mean([row[f"{what}_reward"] for row in by_reward[half:]]) for what in ("drawn", "stored")}
 title = f"λ = {INVERSE_TEMPERATURE:g}: late on, {right['drawn']:.0%} of the drawn are right, and {right['stored']:.0%} of the stored"
@@ -221,12 +190,12 @@ plots.picture(plots.curves(series, "trainer updates", "share of right answers", 
 # > **Predict:** as the model learns, does the number of distinct answers per trajectory rise or fall?
 
 # %%
-fresh = replay(stream, ReplayBuffer(1_000_000, 1_000_000, P), P, K, 1.0, every=EVERY)
-deduplicated = replay(stream, ReplayBuffer(1_000_000, 1_000_000, 2 * P, dedup=True), P, K, 0.0, every=EVERY)
+fresh = replay(stream, ReplayBuffer(*room, P), P, K, 1.0, every=EVERY)
+deduplicated = replay(stream, ReplayBuffer(*room, 2 * P, dedup=True), P, K, 0.0, every=EVERY)
 series = {
-    "stored": over_time(lives[0.0], "stored_distinct"),
-    "drawn": over_time(fresh, "drawn_distinct"),
-    "stored, with dedup": over_time(deduplicated, "stored_distinct"),
+    "stored": over_time(lives[0.0], "stored_distinct", 5),
+    "drawn": over_time(fresh, "drawn_distinct", 5),
+    "stored, with dedup": over_time(deduplicated, "stored_distinct", 5),
 }
 last = np.mean([row["drawn_distinct"] for row in fresh[-10:]])
 title = f"Of 16 fresh answers to a sum, {16 * last:.1f} are different in the end"
@@ -255,8 +224,8 @@ plots.picture(plots.curves(series, "trainer updates", "distinct answers / trajec
 # What this notebook claims:
 assert first_evicted["duplicates"] == 16 and first_evicted["evicted"] == 8 and first_evicted["stored"] == 24
 assert kept <= 6
-mean_age = {m: np.mean(ages(rows, "drawn")) for m, rows in lives.items()}
-stored_age = np.mean(ages(lives[0.0], "stored"))
+mean_age = {m: np.mean(gathered(rows, "drawn_ages", half)) for m, rows in lives.items()}
+stored_age = np.mean(gathered(lives[0.0], "stored_ages", half))
 assert 0.85 < mean_age[0.0] / stored_age < 1.15  # m = 0 draws what is stored
 assert mean_age[1.0] < 8 and abs(mean_age[M] - (M * mean_age[1.0] + (1 - M) * mean_age[0.0])) < 0.1 * stored_age
 assert abs(young - M) < 0.12

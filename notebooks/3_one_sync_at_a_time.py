@@ -98,16 +98,11 @@ plots.picture(plots.gantt(panels, 20.0, "The first 20 seconds: hatched is waitin
 
 
 # %%
-def smooth(values, width=10):
-    """Mean of neighbours."""
-    return np.convolve(values, np.ones(width) / width, "valid")
-
-
 ages, losses = {}, {}
 for name, story in stories.items():
     ends = [u.end for u in story.updates]
     ages[name] = ends, [np.mean(u.ages) for u in story.updates]
-    losses[name] = ends[9:], smooth([u.metrics["imbalance"] for u in story.updates])
+    losses[name] = ends[9:], plots.smooth([u.metrics["imbalance"] for u in story.updates])
 mean_age = {name: np.mean(y[10:]) for name, (_, y) in ages.items()}
 ylabels = ("mean age\n[trainer updates]", "β² · TB loss\n[reward²]")
 title = (
