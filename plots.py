@@ -224,12 +224,17 @@ def curves(series: dict, xlabel: str, ylabel: str, title: str, log: str = "", da
     axes.set(xlabel=xlabel)
     for axis in log:
         getattr(axes, f"set_{axis}scale")("log")
+    _tick_each(axes, series)
+    axes.legend()
+    return figure
+
+
+def _tick_each(axes, series: dict) -> None:
+    """A tick at each x, where there are few."""
     x = list(next(iter(series.values()))[0])
     if len(x) < 20:
         axes.set_xticks(x, [f"{value:g}" for value in x])
-        axes.minorticks_off()
-    axes.legend()
-    return figure
+        axes.xaxis.minorticks_off()
 
 
 def curves_above(top: dict, bottom: dict, xlabel: str, ylabels: tuple[str, str], title: str, log: str = ""):
@@ -246,6 +251,7 @@ def curves_above(top: dict, bottom: dict, xlabel: str, ylabels: tuple[str, str],
     panels[0].set_title(title)
     panels[0].legend(fontsize=8, ncols=3)
     panels[1].set_xlabel(xlabel)
+    _tick_each(panels[1], top)
     return figure
 
 

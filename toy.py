@@ -251,15 +251,34 @@ def gradient(loss: str, table: Tensor, p: Problem, drawn: Tensor, beta: float) -
     return torch.autograd.grad(LOSSES[loss](Answers.look_up(here, drawn.unsqueeze(0), *look)), table)[0]
 
 
-def by_lag(loss: str, lags: list[int], seeds: int, beta: float, rate: float, updates: int, last: int = 100, **options):
-    """Learn every lag with every seed. -> final KL [lags, seeds] (mean of the `last` updates), and the Course, whose
-    rows are lag by lag."""
-    once = problem(seeds)
-    start = Problem(once.table.repeat(len(lags), 1, 1), once.reward.repeat(len(lags), 1))
-    lag = torch.tensor(lags).repeat_interleave(seeds)
-    course = learn(loss, start, beta, lag, [rate], updates, **options)
-    final = course.kl[-last:].mean(0).nan_to_num(torch.inf, torch.inf)
-    return final.view(len(lags), seeds), course
+def by_lag(
+    loss: str, lags: list[int], seeds: int, beta: float, rate: float, updates: int, last: int = 100, **options
+) -> tuple[Tensor, Course]:
+    """Learn every lag with every seed.
+
+    Returns:
+        Final KL [lags, seeds], the mean of the `last` updates; and the Course, whose rows are lag by lag.
+    """
+    start = repeated(problem(seeds), len(lags))
+    course = learn(loss, start, beta, torch.tensor(lags).repeat_interleave(seeds), [rate], updates, **options)
+    return final_kl(course, last).view(len(lags), seeds), course
+
+
+def by_rate(loss: str, lag: int, rates: list[float], seeds: int, beta: float, updates: int, last: int = 100) -> Tensor:
+    """Learn with every learning rate and every seed. -> final KL [rates, seeds]"""
+    start = repeated(problem(seeds), len(rates))
+    course = learn(loss, start, beta, torch.full((len(rates) * seeds,), lag), rates, updates)
+    return final_kl(course, last).view(len(rates), seeds)
+
+
+def repeated(p: Problem, times: int) -> Problem:
+    """The same prompts, all of them, several times over."""
+    return Problem(p.table.repeat(times, 1, 1), p.reward.repeat(times, 1))
+
+
+def final_kl(course: Course, last: int = 100) -> Tensor:
+    """KL to the target at the end, mean of the `last` updates [B]; infinite for what diverged."""
+    return course.kl[-last:].mean(0).nan_to_num(torch.inf, torch.inf)
 
 
 # --- how noisy a gradient is ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from toy import CLIP, TOKENS, Problem, learn, problem  # noqa: E402
+from toy import CLIP, TOKENS, final_kl, learn, problem, repeated  # noqa: E402
 
 K = 16
 BETAS, LAGS = (0.1, 0.25, 1.0, 4.0), (0, 20, 200)
@@ -39,14 +39,11 @@ COMPARED = ("TB", "clipped IS", "frozen KL", "frozen KL + IS")
 
 def run(loss: str, optimizer: str, beta: float, updates: int, seeds: int) -> list[dict]:
     """Train every lag, learning rate and seed at one time (toy.learn), and say how far from the target each ends."""
-    rates, once = RATES[optimizer], problem(seeds)
-    copies = len(rates) * len(LAGS)
-    start = Problem(
-        once.table.repeat(copies, 1, 1), once.reward.repeat(copies, 1)
-    )  # rates, in them lags, in them seeds
+    rates = RATES[optimizer]
+    start = repeated(problem(seeds), len(rates) * len(LAGS))  # rates, in them lags, in them seeds
     lags = torch.tensor(LAGS).repeat_interleave(seeds).repeat(len(rates))
     course = learn(loss, start, beta, lags, list(rates), updates, K, optimizer)
-    final = course.kl[-100:].mean(0).nan_to_num(torch.inf, torch.inf).view(len(rates), len(LAGS), seeds)
+    final = final_kl(course).view(len(rates), len(LAGS), seeds)
     untrained = course.untrained[:seeds].median().item()
     return [
         {"loss": loss, "optimizer": optimizer, "beta": beta, "lr": rate, "lag": lag, "start": untrained}

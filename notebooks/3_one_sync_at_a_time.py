@@ -30,11 +30,11 @@ from toy import World
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 
 # %% tags=["parameters"]
-FAST = False  # True: fewer updates, as the tests do
+FAST = False  # True: as the tests do, fewer updates in the last plot
 N = 3  # searchers
 SYNC_EVERY = 2  # trainer updates between two publications of the weights, called k
 SPREAD = 0.6  # how much the time for an answer varies; 0: not at all
-UPDATES = 80 if FAST else 240
+UPDATES = 60
 
 # %% [markdown]
 # ## The three ways
@@ -48,20 +48,20 @@ UPDATES = 80 if FAST else 240
 #   there are some, between two answers.
 #
 # Here a batch is 8 prompts with 8 answers each. A searcher needs 1 second for a group of 8 answers, more or less; the
-# trainer needs 2 seconds for an update; sending or loading weights takes a quarter of a second. No answer is trained on
+# trainer needs 4 seconds for an update; sending or loading weights takes a quarter of a second. No answer is trained on
 # more often than once on average.
 
 # %%
 setting = Setting(
     searchers=N, k=SYNC_EVERY, spread=SPREAD, updates=UPDATES, prompts=32, prompts_per_batch=8, answers=8,
-    generate=1.0, train=2.0, transfer=0.25, recency_prob=1.0, replay_ratio=1.0,
+    generate=1.0, train=4.0, transfer=0.25, recency_prob=1.0, replay_ratio=1.0,
 )  # fmt: skip
 settings = {
     "onpolicy": replace(setting, sync="onpolicy", k=1),
     "barrier": replace(setting, sync="barrier"),
     "eager": replace(setting, sync="eager"),
 }
-stories = {name: play(s, World(prompts=32, rate=0.05)) for name, s in settings.items()}
+stories = {name: play(s, World(prompts=32, rate=0.1)) for name, s in settings.items()}
 
 # %% [markdown]
 # Event by event, the beginning of `eager`, for the trainer and the first searcher:
@@ -84,9 +84,9 @@ plots.picture(plots.gantt(panels, 20.0, "The first 20 seconds: hatched is waitin
 
 # %% [markdown]
 # **Answer:** on-policy everyone waits twice in every round: for the slowest answer, and then for the trainer. At a barrier
-# everyone waits for the answer that is in the works on the slowest searcher, and the trainer often finds too little in
-# the buffer. Eager searchers never wait. The trainer still does, a little: three searchers write 3 groups a second, and it
-# would need 8 every 2 seconds. No protocol can change that; a fourth searcher can.
+# everyone waits for the answer that is in the works on the slowest searcher. Eager: nobody waits, once there is a first
+# batch. (Three searchers write 3 groups a second here, and the trainer needs 8 every 4 seconds. Were there fewer, it would
+# have to wait in every protocol; notebook 4 asks about that.)
 #
 # ## The price: age
 #
@@ -112,9 +112,9 @@ plots.picture(plots.curves_above(ages, losses, "seconds (fake)", ylabels, title,
 
 # %% [markdown]
 # **Answer:** barrier alternates between 2 and 3. What is merged at a sync was written with the weights of the sync before,
-# so it is $k$ updates old when it is first drawn, and $2k - 1$ before the next sync. Eager hovers about a similar mean,
-# without the rhythm. The loss falls in all three ways, and each curve ends when its 240 updates are done: in seconds, eager
-# is there first.
+# so it is $k$ updates old when it is first drawn, and $2k - 1$ before the next sync. Eager is without that rhythm, and
+# younger: it need not wait for a sync to use an answer. The loss falls in all three ways (it is averaged over 10 updates
+# here), and each curve ends when its updates are done: in seconds, eager is there first.
 #
 # ## Who says how old an answer is?
 #
@@ -142,7 +142,10 @@ plots.picture(plots.curves(series, "trainer updates", "mean age [trainer updates
 
 # %%
 every = [1, 2, 4, 8, 16]
-many = {name: [play(replace(settings[name], k=k)) for k in every] for name in ("barrier", "eager")}
+many = {
+    name: [play(replace(settings[name], k=k, updates=80 if FAST else 240)) for k in every]
+    for name in ("barrier", "eager")
+}
 old = {name: (every, [np.mean([np.mean(u.ages) for u in s.updates[16:]]) for s in runs]) for name, runs in many.items()}
 idle = {name: (every, [s.idle("trainer") for s in runs]) for name, runs in many.items()}
 title = (
@@ -152,9 +155,9 @@ ylabels = ("mean age\n[trainer updates]", "trainer waits\n[share of time]")
 plots.picture(plots.curves_above(old, idle, "k [trainer updates]", ylabels, title))
 
 # %% [markdown]
-# **Answer:** barrier must choose between waiting (small $k$) and old data (large $k$). Eager hardly waits at any $k$, beyond
-# what three searchers can't deliver anyhow, so it can take $k = 1$ and have the youngest data. That is why it is the
-# default here, though the paper describes the barrier.
+# **Answer:** barrier must choose between waiting (small $k$) and old data (large $k$). Eager hardly waits at any $k$, so it
+# can take $k = 1$: its data is nearly as young as barrier's at $k = 1$, and nobody has waited for that. This is why eager is
+# the default here, though the paper describes the barrier.
 #
 # ## What to take away
 #
@@ -164,22 +167,22 @@ plots.picture(plots.curves_above(old, idle, "k [trainer updates]", ylabels, titl
 #
 # ## Exercises
 #
-# 1. Set `N = 6`. Who waits now? What is the smallest number of searchers that keeps the trainer busy in `eager`?
+# 1. Set `N = 1`. Who waits now? What is the smallest number of searchers that keeps the trainer busy in `eager`?
 # 2. Set `SPREAD = 0`. What remains of barrier's and on-policy's waiting? Then 1.2: which of the three protocols suffers most?
 
 # %%
 # What this notebook claims:
 assert max(age for u in stories["onpolicy"].updates for age in u.ages) == 0
-settled = [set(u.ages) for u in stories["barrier"].updates[8:]]
-counts = np.unique([age for u in stories["barrier"].updates[8:] for age in u.ages], return_counts=True)
-assert dict(zip(*counts, strict=True)).get(2, 0) + dict(zip(*counts, strict=True)).get(3, 0) > 0.95 * sum(counts[1])
+settled = [u.ages for u in stories["barrier"].updates[8:]]
+expected = np.mean([age in (SYNC_EVERY, 2 * SYNC_EVERY - 1) for ages in settled for age in ages])
+assert expected > 0.9  # and not always: a pool that lacks prompts is filled up with older ones
 seconds = {name: story.seconds for name, story in stories.items()}
-assert seconds["eager"] < 0.9 * seconds["barrier"] < 0.9 * seconds["onpolicy"]
+assert seconds["eager"] < 0.95 * seconds["barrier"] < 0.95 * seconds["onpolicy"]
 assert stories["eager"].idle_searchers() == 0 and stories["onpolicy"].idle_searchers() > 0.4
-assert 1 < mean_age["eager"] < 5 and 2 < mean_age["barrier"] < 3.5
+assert 0.5 < mean_age["eager"] < mean_age["barrier"] and abs(mean_age["barrier"] - 2.5) < 0.5
 final = {name: np.mean([u.metrics["kl"] for u in story.updates[-5:]]) for name, story in stories.items()}
 first = stories["eager"].updates[0].metrics["kl"]
-assert all(kl < 0.75 * first for kl in final.values())  # the loss does not suffer: all learn
+assert all(kl < 0.75 * first for kl in final.values())  # all learn
 assert 2 < off < 6  # about half of k = 8
 assert old["barrier"][1][-1] > 4 * old["barrier"][1][0] and idle["barrier"][1][-1] < idle["barrier"][1][0] - 0.1
 assert np.ptp(idle["eager"][1]) < 0.1

@@ -114,7 +114,7 @@ def test_readme_shows_figures_that_there_are():
         assert f"{source.stem}-{drawn + 1}.png" not in figures
 
 
-# --- with Jupyter, which `make test-slow` installs -----------------------------------------------------------------------
+# --- with Jupyter, which `make test-slow` installs ------------------------------------------------------------------
 
 
 @pytest.mark.slow
