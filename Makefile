@@ -1,4 +1,4 @@
-# make setup | run | test | test-slow | notebooks | sync-notebooks | lab | lint | lock | clean
+# make setup | run | test | test-slow | figures | notebooks | sync-notebooks | lab | lint | lock | clean
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ LAB := $(VENV)/.installed-requirements-lab
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 ARGS ?=
 
-.PHONY: run setup test test-slow notebooks sync-notebooks lab lint lock clean
+.PHONY: run setup test test-slow figures notebooks sync-notebooks lab lint lock clean
 
 run: setup
 	$(BIN)/python tba_min.py $(ARGS)
@@ -54,6 +54,9 @@ sync-notebooks: $(NOTEBOOKS)
 
 lab: $(LAB)
 	$(BIN)/jupyter lab notebooks
+
+figures: setup  # README's timeline, from runs of its own (a few minutes)
+	$(BIN)/python bench/timeline.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

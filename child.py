@@ -5,7 +5,6 @@ A child takes the run's folder, board and pipes, does its job, and tells the par
 """
 
 import importlib
-import json
 import logging
 import logging.handlers
 import multiprocessing
@@ -17,13 +16,15 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from tqdm import tqdm
 
-from metrics import Board, Clock
+from config import ConfigError
+from metrics import Board, Clock, save_spans
 
 ORPHANED = 3  # exit code of a child whose parent is gone
 
@@ -38,21 +39,34 @@ class Child:
     device: str
     started: float
     clock: Clock = field(default_factory=Clock)
+    _beats_itself: bool = True  # while it starts
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._beat_in_long_jobs, daemon=True, name="heartbeat").start()
+
+    def beat(self) -> None:
+        """A sign of life; the job's loop gives one each time round, and never less often than --heartbeat-timeout."""
+        self._beats_itself = False
+        self.board.set(Board.row(self.name), "alive", time.time())
+
+    @contextmanager
+    def long_job(self):
+        """For what has no loop to give signs of life and may take minutes: a thread gives them meanwhile."""
+        self._beats_itself = True
+        try:
+            yield
+        finally:
+            self.beat()
+
+    def _beat_in_long_jobs(self) -> None:
+        while True:
+            if self._beats_itself:
+                self.board.set(Board.row(self.name), "alive", time.time())
+            time.sleep(0.5)
 
     def tell(self, kind: str, value=None) -> None:
         """Send a message to the parent."""
         self.messages.send((kind, value))
-
-    def receive(self, pipe: Connection, what: str):
-        """What comes through a pipe, or None when the run is being stopped first."""
-        with self.clock.span("wait for start"):
-            while not pipe.poll(0.1):
-                if self.board.stopping:
-                    return None
-            try:
-                return pipe.recv()
-            except (EOFError, OSError) as error:
-                raise RuntimeError(f"{self.name}: {what} did not come, its sender is gone") from error
 
 
 def run(module: str, name: str, board: Board, messages: Connection, logs, device: str, out: Path, args: tuple) -> None:
@@ -71,12 +85,13 @@ def run(module: str, name: str, board: Board, messages: Connection, logs, device
         with child.clock.span("import"):
             target = importlib.import_module(module).main
         target(child, *args)
-        spans = out / f"{name}.spans.json"
-        spans.with_suffix(".new").write_text(json.dumps(child.clock.spans))
-        os.replace(spans.with_suffix(".new"), spans)  # whole or not at all: the parent's patience ends
+        save_spans(child.clock, out / f"{name}.spans.json")
+    except ConfigError as error:  # what the user gave is wrong; where in our code that showed is of no use to them
+        code = 1
+        messages.send(("refused", str(error)))
     except BaseException as error:  # the last stop: everything is reported, nothing goes on
         code = 1
-        messages.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        messages.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc(), _where(error))))
     finally:
         messages.close()
         logs.close()
@@ -87,12 +102,30 @@ def run(module: str, name: str, board: Board, messages: Connection, logs, device
         os._exit(code)  # vLLM's and torch's teardown costs seconds and can hang
 
 
+def _where(error: BaseException) -> str:
+    """The line that raised, `file:line`: two errors of one type from one line are the same error again."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+def prepare_buffer(board: Board) -> None:
+    """Initializer of the Manager's process."""
+    prepare_process("buffer")
+
+    def beat() -> None:
+        while True:
+            board.set(Board.BUFFER, "alive", time.time())
+            time.sleep(0.5)
+
+    threading.Thread(target=beat, daemon=True, name="heartbeat").start()
+
+
 def prepare_process(name: str) -> None:
     """Title, no Ctrl-C of its own, and an end when the parent ends."""
     from setproctitle import setproctitle
 
     setproctitle(f"tba_min {name}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it came blocked (see `uninterrupted`)
     tqdm.set_lock(threading.RLock())  # tqdm's own would be a named semaphore, which a kill leaves behind
     parent = multiprocessing.parent_process()
 
@@ -123,13 +156,13 @@ class environment:  # noqa: N801 - used as `with environment(...)`
 
 
 class uninterrupted:  # noqa: N801 - used as `with uninterrupted():`
-    """Ignore Ctrl-C around the start of a process, so that the child inherits that from its first instruction on."""
+    """Hold Ctrl-C back around the start of a process: the child never sees it, the parent does afterwards."""
 
     def __enter__(self) -> None:
-        self.before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     def __exit__(self, *_) -> None:
-        signal.signal(signal.SIGINT, self.before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
 
 
 class RunLog(logging.FileHandler):

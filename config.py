@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 START_MODEL = "start"  # --model: the small model that the task makes for itself
 
@@ -40,10 +40,14 @@ class Config:
     alternates between generating and learning, and never learns from old data."""
     out: str | None = None
     """Folder of the run. Default: runs/<time>-<task>-<process id>."""
+    resume: str | None = None
+    """Folder of a run to go on with from its last checkpoint, with its options unless others are given."""
     cache: str = ".cache"
     """Folder in which start models are kept."""
     seed: int = 0
     """Seed of the start model, the order of prompts, sampling and buffer draws."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model: only for a model whose code you have read."""
     threads: int = 0
     """CPU threads of each process (onpolicy: of the one process). 0: the machine's cores shared out evenly."""
 
@@ -126,8 +130,29 @@ class Config:
     # --- synchronisation --------------------------------------------------------------------------------------
     sync_every: int = 1
     """Trainer updates between publications of the weights [k]."""
+    max_staleness: int = 0
+    """Oldest answers that are trained on, in trainer updates since the weights that wrote their first token; older ones
+    leave the buffer, and the trainer waits for fresher ones. 0: no limit. Least: k - 1."""
+    inflight_updates: bool = True
+    """eager: take new weights between two decode steps, while answers run. Off: let all of them end first."""
+    recompute_kv: bool = False
+    """eager, vllm: after an update compute the keys and values of running answers anew, with the new weights."""
+    event_log: bool = False
+    """Write every pull, answer and draw to events-<process>.jsonl, from which all staleness can be recounted."""
     vllm_memory: float = 0.0
     """Share of a GPU's memory that vLLM may take, 0 to 1; 0: .85 on a GPU of its own, .4 beside the trainer."""
+
+    # --- when something goes wrong ----------------------------------------------------------------------------
+    checkpoint_every: int = 100
+    """Trainer updates between checkpoints; 0 writes only the one at the end."""
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept; the oldest go first."""
+    max_restarts: int = 5
+    """How often a searcher that was killed, raised or hung is started again, over the whole run."""
+    heartbeat_timeout: float = 120.0
+    """Seconds without a sign of life after which a process counts as hanging; more than an update may take."""
+    reward_timeout: float = 5.0
+    """Seconds that the reward of one answer may take; then it is 0, and counted. 0 is no limit."""
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -184,8 +209,8 @@ def resolve(config: Config) -> Config:
         raise ConfigError(f"--searchers {searchers}: with --gpus {gpus} there are {max(1, gpus - 1)} (one a GPU)")
     if resolved.out and Path(resolved.out).exists() and not Path(resolved.out).is_dir():
         raise ConfigError(f"--out {resolved.out}: that is a file; name a new folder")
-    if resolved.out and (Path(resolved.out) / "config.json").exists():
-        raise ConfigError(f"--out {resolved.out}: there is a run in it already; name a new folder")
+    if resolved.out and not resolved.resume and (Path(resolved.out) / "config.json").exists():
+        raise ConfigError(f"--out {resolved.out}: there is a run in it already; --resume it, or name a new folder")
     _check_engine(resolved)
     return dataclasses.replace(resolved, model=_find_model(resolved.model))
 
@@ -230,6 +255,17 @@ def _check_numbers(c: Config) -> None:
         ("--per-prompt-capacity", c.per_prompt_capacity, c.per_prompt_capacity >= c.S, f"at least S = {c.S}"),
         ("--replay-ratio", c.replay_ratio, c.replay_ratio > 0, "above 0"),
         ("--sync-every", c.sync_every, c.sync_every >= 1, "at least 1"),
+        (
+            "--max-staleness",
+            c.max_staleness,
+            c.max_staleness == 0 or c.max_staleness >= max(1, c.sync_every - 1),
+            f"0 (no limit) or at least --sync-every - 1 = {c.sync_every - 1}: between publications nothing is fresher",
+        ),
+        ("--checkpoint-every", c.checkpoint_every, c.checkpoint_every >= 0, "0 (only at the end) or more"),
+        ("--keep-checkpoints", c.keep_checkpoints, c.keep_checkpoints >= 1, "at least 1"),
+        ("--max-restarts", c.max_restarts, c.max_restarts >= 0, "0 or more"),
+        ("--heartbeat-timeout", c.heartbeat_timeout, c.heartbeat_timeout >= 2, "at least 2 seconds"),
+        ("--reward-timeout", c.reward_timeout, 0 <= c.reward_timeout < inf, "0 (no limit) or more, and finite"),
         ("--vllm-memory", c.vllm_memory, 0 <= c.vllm_memory < 1, "a share, 0 (automatic) to below 1"),
     ]
     for option, value, holds, right in rules:
@@ -249,6 +285,10 @@ def _check_engine(c: Config) -> None:
     if c.engine == "vllm" and not installed & wanted:
         have = f"only {', '.join(sorted(installed))} is" if installed else "no vLLM is"
         raise ConfigError(f"--engine vllm: --gpus {c.gpus} needs {wanted.pop()}, {have} installed; use --engine hf")
+    if c.recompute_kv and not (c.engine == "vllm" and c.sync == "eager" and c.inflight_updates):
+        raise ConfigError(
+            "--recompute-kv: answers run on across an update only with --engine vllm, --sync eager, --inflight-updates"
+        )
 
 
 def _find_model(model: str) -> str:
@@ -258,6 +298,7 @@ def _find_model(model: str) -> str:
     if Path(model).is_dir():
         if not (Path(model) / "config.json").exists():
             raise ConfigError(f"--model {model}: the folder has no config.json; name a Hugging Face model folder")
+        check_model_files(Path(model))
         return str(Path(model).resolve())
     try:
         from huggingface_hub import snapshot_download
@@ -272,14 +313,67 @@ def _find_model(model: str) -> str:
         ) from None
     if not (Path(folder) / "config.json").exists():
         raise ConfigError(f"--model {model}: what the Hub has there is no Hugging Face model, it lacks config.json")
+    check_model_files(Path(folder))
     return folder
 
 
+def check_model_files(folder: Path) -> None:
+    """Refuse a model folder whose weights are missing, cut off, or not safetensors.
+
+    Raises:
+        ConfigError: one line that names the file and what is wrong.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no *.safetensors; weights in other formats can run code and are not read")
+    for path in files:
+        size, problem = path.stat().st_size, None
+        try:  # the format: 8 bytes with the length of a JSON header, the header, the tensors
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, size)))
+            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+            if size != 8 + length + end:
+                problem = f"has {size} bytes where its header speaks of {8 + length + end}"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            problem = "does not begin with a safetensors header"
+        if problem:
+            raise ConfigError(f"{path} is damaged: it {problem}")
+
+
 def save(config: Config, path: Path) -> None:
-    """Write the configuration as JSON."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    """Write the configuration as JSON, whole or not at all."""
+    path.with_suffix(".new").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    os.replace(path.with_suffix(".new"), path)
 
 
 def load(path: Path) -> Config:
-    """Read what `save` wrote."""
-    return Config(**json.loads(Path(path).read_text()))
+    """Read what `save` wrote.
+
+    Raises:
+        ConfigError: one line that names the file and what is wrong with it.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    kinds = get_type_hints(Config)
+    if not isinstance(values, dict) or set(values) != set(kinds):
+        names = set(values) ^ set(kinds) if isinstance(values, dict) else {"all"}
+        raise ConfigError(f"{path} is of another version or damaged: its options differ in {', '.join(sorted(names))}")
+    for name, kind in kinds.items():
+        if not _is_a(values[name], kind):
+            raise ConfigError(f"{path} is damaged: {name} is {values[name]!r}")
+    return Config(**values)
+
+
+def _is_a(value, kind) -> bool:
+    """Whether a JSON value is of an option's type: a plain type, a Literal, or a Union with None."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    kinds = get_args(kind) or (kind,)
+    if type(value) is int and float in kinds:
+        return True
+    return type(value) in kinds

@@ -73,7 +73,9 @@ SPANS = {  # one colour a kind of span, everywhere: blue to green is a searcher'
     "step": "#ff7f0e",
     "publish": "#e377c2",
     "evaluate": "#ffd92f",
+    "checkpoint": "#a6761d",
 }
+OTHER = "#bcbd22"
 WAIT = {"facecolor": "white", "edgecolor": "#999999", "hatch": "////", "linewidth": 0.0}
 
 
@@ -86,7 +88,7 @@ def _gantt(axes, trace: list[dict], start: float, seconds: float) -> set[str]:
     for kind in sorted(
         {e["name"] for e in inside}, key=lambda kind: not kind.startswith("wait")
     ):  # work is above waits
-        look = WAIT if kind.startswith("wait") else {"facecolor": SPANS.get(kind, "#d62728"), "linewidth": 0}
+        look = WAIT if kind.startswith("wait") else {"facecolor": SPANS.get(kind, OTHER), "linewidth": 0}
         for pid in names:
             for track, (top, height) in enumerate([(-0.4, 0.64), (0.28, 0.12)]):
                 mine = [e for e in inside if e["name"] == kind and e["pid"] == pid and e["tid"] == track]
@@ -114,7 +116,9 @@ def timeline(traces: dict[str, tuple[list[dict], float]], seconds: float = 2.0):
         kinds |= _gantt(axes, trace, start, seconds)
         axes.set_title(title, loc="left", fontsize=10)
     panels[-1].set_xlabel("seconds")
-    legend = [Patch(facecolor=colour, label=kind) for kind, colour in SPANS.items() if kind in kinds]
+    known = [kind for kind in SPANS if kind in kinds]
+    others = sorted(kind for kind in kinds - set(SPANS) if not kind.startswith("wait"))
+    legend = [Patch(facecolor=SPANS.get(kind, OTHER), label=kind) for kind in known + others]
     legend.append(Patch(**WAIT | {"linewidth": 0.5}, label="wait"))
     figure.legend(handles=legend, loc="outside lower center", ncols=5, fontsize=8)
     return figure

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from config import ConfigError
 from loss import token_logprobs
 
 
@@ -69,21 +70,47 @@ def logprobs_and_states(
     return logp, out.hidden_states[-1][:, tokens.start - 1 : -1].detach().float() if states else None
 
 
-def load_policy(folder: str, device: str = "cpu", trainable: bool = False):
-    """Load a causal language model in fp32 (master weights; autocast lowers it where the device can)."""
+def load_policy(folder: str, device: str = "cpu", trainable: bool = False, trust_remote_code: bool = False):
+    """Load a causal language model in fp32 (master weights; autocast lowers it where the device can).
+
+    Raises:
+        ConfigError: when a weight is not finite.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise ConfigError(f"--model {folder}: its weight {name} is not finite everywhere")
     return model.eval().requires_grad_(trainable)  # eval: dropout would make log pi a random number
 
 
-def load_tokenizer(folder: str):
+def load_tokenizer(folder: str, trust_remote_code: bool = False):
     """The tokenizer of the model's folder."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def check_prompts(prompts: Sequence[str], lengths: Sequence[int], model, max_new_tokens: int) -> None:
+    """Refuse prompts without a token, or too long for what the model takes.
+
+    Raises:
+        ConfigError: one line that names the prompt, its length in tokens, and the model's.
+    """
+    most = getattr(model.config, "max_position_embeddings", None) or float("inf")
+    for prompt, length in zip(prompts, lengths, strict=True):
+        shown = prompt if len(prompt) < 40 else prompt[:37] + "..."
+        if length == 0:
+            raise ConfigError(f"--task: the prompt {shown!r} has no token, so that nothing predicts its answer")
+        if length + max_new_tokens > most:
+            raise ConfigError(
+                f"--task: the prompt {shown!r} has {length} tokens; with --max-new-tokens {max_new_tokens} "
+                f"that is more than the {most} that the model takes"
+            )
 
 
 def stop_tokens(folder: str, tokenizer) -> list[int]:

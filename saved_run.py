@@ -149,16 +149,16 @@ def _short(value):
 
 
 def _flat(e: dict) -> list:
-    """An event as [row, name] or [row, name, milliseconds, milliseconds]."""
+    """An event as [row, name] or [row, name, milliseconds, milliseconds, thread]."""
     if e["ph"] == "M":
         return [e["pid"], e["args"]["name"]]
-    return [e["pid"], e["name"], round(e["ts"] / 1000, 1), round(e["dur"] / 1000, 1)]
+    return [e["pid"], e["name"], round(e["ts"] / 1000, 1), round(e["dur"] / 1000, 1), e["tid"]]
 
 
-def _event(pid: int, name: str, ts: float | None = None, dur: float = 0.0) -> dict:
+def _event(pid: int, name: str, ts: float | None = None, dur: float = 0.0, tid: int = 0) -> dict:
     if ts is None:
         return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
-    return {"name": name, "ph": "X", "pid": pid, "tid": 0, "ts": ts * 1000, "dur": dur * 1000}
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": ts * 1000, "dur": dur * 1000}
 
 
 # --- a stream of trajectories ---------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ command line as `--task path/to/file.py:function`. It is your own code and runs 
 
 import importlib.util
 import random
+import signal
 import sys
+import threading
 from pathlib import Path
 
 from config import ConfigError
@@ -85,7 +87,63 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def is_right(task, prompt: str, answer: str) -> bool:
-    """Whether accuracy counts an answer: the task's `is_right`, or a reward of at least 1."""
-    judge = getattr(task, "is_right", None)
-    return bool(judge(prompt, answer)) if judge else task.reward(prompt, answer) >= 1
+# --- grading: a task's code is the user's own, an answer is anybody's ---------------------------------------------
+
+
+class OutOfTime(BaseException):
+    """A grader took too long. No Exception, so that no `except Exception` of the grader's keeps it."""
+
+
+def limited(seconds: float, function, *args):
+    """function(*args), ended by OutOfTime after `seconds` (0: no limit). In a process's main thread only.
+
+    The alarm ends Python code and regular expressions; one long call of a C library goes on to its end.
+    """
+    if not seconds or threading.current_thread() is not threading.main_thread():
+        return function(*args)
+
+    def ring(_signum, _frame):
+        raise OutOfTime
+
+    signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        return function(*args)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def graded(judge, prompt: str, answer: str, limit: float):
+    """judge(prompt, answer) within the limit; an error of it says what it was judging."""
+    try:
+        return limited(limit, judge, prompt, answer)
+    except Exception as error:
+        error.add_note(f"in grading prompt {prompt!r}, answer {answer!r}")
+        raise
+
+
+def reward_of(task, prompt: str, answer: str, limit: float = 0.0) -> tuple[float, str | None]:
+    """The task's reward of an answer, and what was wrong with it: then it is 0.
+
+    Args:
+        limit: seconds that it may take; 0 is no limit.
+
+    Raises:
+        Exception: what the task raised, with prompt and answer in its traceback.
+    """
+    try:
+        reward = float(graded(task.reward, prompt, answer, limit))
+    except OutOfTime:
+        return 0.0, f"took more than {limit:g} s (--reward-timeout)"
+    if not abs(reward) < 3e38:  # NaN, infinite, or beyond fp32
+        return 0.0, f"is {reward}"
+    return reward, None
+
+
+def is_right(task, prompt: str, answer: str, limit: float = 0.0) -> bool:
+    """Whether accuracy counts an answer: the task's `is_right`, or a reward of at least 1. Too slow is wrong."""
+    judge = getattr(task, "is_right", None) or (lambda *what: task.reward(*what) >= 1)
+    try:
+        return bool(graded(judge, prompt, answer, limit))
+    except OutOfTime:
+        return False

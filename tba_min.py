@@ -7,6 +7,7 @@ nothing heavy: *spawn* runs this file's top level again in every child, and star
 
 import contextlib
 import dataclasses
+import fcntl
 import io
 import json
 import logging
@@ -16,18 +17,22 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
-from multiprocessing.connection import wait
 from pathlib import Path
 
+import checkpoint
 import child
 from child import environment, start_logging, uninterrupted
-from config import Config, ConfigError, resolve, save
+from config import Config, ConfigError, check_model_files, load, resolve, save
 from metrics import Board, merge_timeline
-from show import Screen, summary_text
+from show import Screen, bottleneck, summary_text
+from supervisor import Failed, Supervisor
 
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
-GRACE = 4.0  # seconds that a stopped trainer has to end its update and save
+GRACE = 4.0  # seconds that a stopped trainer has to end its update
+PATIENCE = 600.0  # seconds that its last checkpoint may take
+FIXED = ("task", "model", "loss", "log_z", "sync", "seed")  # what a resumed run keeps
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,21 +43,35 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse(argv)
         check_task(config)  # first: resolving may download a model
-        config = resolve(config)
+        return Run(resolve(config)).go()
     except ConfigError as error:
         print(f"tba_min: {error}", file=sys.stderr)
         return EXIT_WRONG_OPTION
-    return Run(config).go()
 
 
 def parse(argv: list[str] | None) -> Config:
-    """The configuration of a command line; what tyro refuses in a box is refused here in one line."""
+    """The configuration of a command line; with --resume that run's, changed by the other options."""
+    config = _parse(argv, Config())
+    if config.resume is None:
+        return config
+    out = Path(config.resume).resolve()
+    saved = load(out / "config.json")
+    config = _parse(argv, saved)
+    for name in FIXED:
+        if getattr(config, name) != getattr(saved, name):
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} {getattr(config, name)}: the run to resume has {getattr(saved, name)}")
+    return dataclasses.replace(config, out=str(out), resume=str(out))
+
+
+def _parse(argv: list[str] | None, default: Config) -> Config:
+    """What tyro reads; what it refuses in a box is refused here in one line."""
     import tyro
 
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(Config, args=argv, prog="tba_min.py", description=Config.__doc__)
+            return tyro.cli(Config, args=argv, prog="tba_min.py", description=Config.__doc__, default=default)
     except SystemExit as end:
         if not end.code:  # --help
             raise
@@ -76,33 +95,47 @@ def check_task(config: Config) -> None:
         raise ConfigError(f"--model start: the task {config.task} makes no start model; name a model folder")
 
 
-class Failed(RuntimeError):
-    """A run that can't go on; the text says why."""
-
-
 class Run:
-    """One run, from its folder to its summary."""
+    """One run, from its folder to its summary.
+
+    Raises:
+        ConfigError: when the folder can't be used: another run is at work in it, or its checkpoint is damaged.
+    """
 
     def __init__(self, config: Config) -> None:
         # torch.multiprocessing is this module plus reducers for tensors, which children register as they import torch
         self.ctx = multiprocessing.get_context("spawn")
-        multiprocessing.util.get_temp_dir()  # for all processes' sockets, and removed with the parent
         self.started = time.time()
-        self.config, self.screen = config, Screen(config)
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.task.split(':')[0]).stem}-{os.getpid()}"
         self.out = Path(config.out or Path("runs") / name).resolve()
         self.out.mkdir(parents=True, exist_ok=True)
-        self.config = config = dataclasses.replace(config, out=str(self.out))
+        self._lock = self._lock_folder()
+        self.start = checkpoint.last_in(self.out) if config.resume else None  # checkpoint to go on from
+        self.config = dataclasses.replace(config, out=str(self.out), resume=None)
+        self.screen = Screen(self.config)
         self.board = Board(self.ctx, config.searchers)
-        self.processes: dict[str, multiprocessing.Process] = {}
-        self.pipes: dict = {}  # name -> end of a child's message pipe
-        self.pids = {"parent": os.getpid()}
+        # all processes' sockets lie in a folder that is removed with the parent
+        self.address = os.path.join(multiprocessing.util.get_temp_dir(), "weights")
+        if len(self.address) > 97:  # a socket's path may have 107 bytes, and others there have names of 17
+            raise ConfigError(f"TMPDIR {tempfile.gettempdir()}: too long a path for local sockets, name a shorter one")
         self.log = logging.getLogger("tba_min")
         self.interrupts = 0
-        self.ending = False
         self.result: dict | None = None  # what the trainer says at its end
-        self.before: float | None = None
-        self.manager = None
+        self.saving_since: float | None = None  # time.time() at which the trainer began its last checkpoint
+        self.incarnations = [0] * config.searchers
+        self.restarts = 0
+        self.absent: set[int] = set()  # searchers that are being started again
+        self.lost = [0] * config.searchers  # trajectories that died with their searcher
+        self.errors: dict[str, tuple[str, str]] = {}  # searcher -> its last error, what and where
+
+    def _lock_folder(self):
+        """Held until this process ends, however it does: one run a folder."""
+        handle = open(self.out / ".lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{self.out}: a run is at work in this folder; end it first, or name another") from None
+        return handle
 
     def go(self) -> int:
         """Do it all; returns the exit code."""
@@ -110,32 +143,34 @@ class Run:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._interrupt)
         self.log_handler = start_logging(self.out / "run.log", self.screen)
-        code = 0
+        self.children = Supervisor(
+            self.ctx, self.out, self.board, self.log_handler.queue, self._heard, self._died,
+            self.config.heartbeat_timeout,
+        )  # fmt: skip
+        code, why = 0, None
         try:
-            folder = self._prepare_model()
-            self._start(folder)
+            self._start(self._prepare_model())
             self._watch()
             code = EXIT_INTERRUPTED if self.interrupts else 0
         except Failed as error:
+            code, why = EXIT_FAILED, str(error)
             self.log.error("tba_min: the run failed: %s", error)
-            code = EXIT_FAILED
         finally:
             self._stop()
             logging.getLogger().removeHandler(self.log_handler)
             self.log_handler.close()  # waits until all records are out
             self.screen.close()
-        if self.result:
-            self._summarise("interrupted" if code else "completed")
-        elif code == EXIT_INTERRUPTED:
-            self.screen.say(f"tba_min: interrupted; what there is lies in {self.out}")
+        if self.result and self.result.get("problem") and code != EXIT_FAILED:
+            code, why = EXIT_FAILED, self.result["problem"]
+            self.screen.say(f"tba_min: {why}")
+        self._summarise({0: "completed", EXIT_INTERRUPTED: "interrupted", EXIT_FAILED: "failed"}[code], why)
         return code
 
     def _interrupt(self, signum: int, _frame) -> None:
         self.interrupts += 1
         self.board.set(Board.PARENT, "stop", 1)
         if self.interrupts > 1:
-            for process in self.processes.values():
-                process.kill()
+            self.children.kill()
 
     # --- starting ---------------------------------------------------------------------------------------------
 
@@ -150,74 +185,82 @@ class Run:
         if not (place / "config.json").exists():
             self.log.info(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
             # one thread: so small a model gains little from a second one, and on a busy machine that costs minutes
-            self._spawn("start-model", "start_model", {"OMP_NUM_THREADS": "1"}, (c,))
-            maker = self.processes["start-model"]
+            self.children.spawn("start-model", "start_model", {"OMP_NUM_THREADS": "1"}, "cpu", (c,))
+            maker = self.children.processes["start-model"]
             while maker.is_alive() and not self.interrupts:
-                self._listen(0.1)
+                self.children.listen(0.1)
                 self.screen.tick()
             if self.interrupts:
                 maker.kill()
-            maker.join()
-            self._listen(0.0)
-            del self.processes["start-model"], self.pids["start-model"]
+            self.children.forget("start-model")
             clear_workshops(place.parent, maker.pid)
             if self.interrupts:
                 return str(place)
             self.log.info(f"start model ready after {time.time() - self.started:.0f} s, kept in {place}")
+        try:
+            check_model_files(place)
+        except ConfigError as error:
+            raise Failed(f"{error}; remove {place}, it is made again") from None
         return str(place)
 
     def _start(self, folder: str) -> None:
         """Serve the buffer and start trainer and searchers, all at once."""
         if self.interrupts:
             return
-        from buffer import serve
-
         c = self.config
         say = f"starting the trainer and {c.searchers} searcher(s) with {c.engine}, {c.threads} thread(s) each"
         if c.sync == "onpolicy":
             say = f"starting one process that generates and trains in turn, {c.threads} thread(s)"
         self.log.info(f"{say}; {c.engine} takes a while to load ...")
-        pipes = [self.ctx.Pipe(duplex=False) for _ in range(c.searchers)]  # weight handles, trainer -> searcher
-        proxy = None
-        self._spawn_environment = {"OMP_NUM_THREADS": str(c.threads), "TOKENIZERS_PARALLELISM": "false"}
+        self.folder, self.buffer = folder, None
+        self.variables = {"OMP_NUM_THREADS": str(c.threads), "TOKENIZERS_PARALLELISM": "false"}
         if c.sync != "onpolicy":
-            with uninterrupted(), environment({"OMP_NUM_THREADS": "1"}):
-                pool = None if c.sync == "barrier" else c.recent_groups
-                self.manager, self.buffer = serve(
-                    self.ctx, child.prepare_process, ("buffer",), capacity=c.buffer_capacity, recent_groups=pool,
-                    per_prompt=c.per_prompt_capacity, dedup=c.dedup, seed=c.seed,
-                )  # fmt: skip
-            self.pids["buffer"] = self.buffer.pid()
-            proxy = self.buffer
-        for i, (receiving, _) in enumerate(pipes):
-            args = (c, folder, self.out, i, 0, receiving, proxy)
-            self._spawn(f"searcher-{i}", "searcher", self._placed(1 + i), args)
-        senders = [sending for _, sending in pipes]
-        self._spawn("trainer", "trainer", self._placed(0), (c, folder, self.out, senders, proxy))
-        for ends in pipes:
-            for end in ends:
-                end.close()  # the children's copies are the only ones now: a dead sender is noticed
+            self._serve_buffer()
+        if self.start:
+            self._take_up()
+        for i in range(c.searchers):
+            self._start_searcher(i)
+        start = str(self.start) if self.start else None
+        args = (c, folder, self.out, start, self.address, self.buffer)
+        self.children.spawn("trainer", "trainer", *self._placed(0), args)
 
-    def _placed(self, process: int) -> dict[str, str]:
-        """Environment of a process: 0 is the trainer, 1 + i searcher i. One GPU each; `--gpus 1` is shared."""
+    def _serve_buffer(self) -> None:
+        from buffer import serve
+
+        c = self.config
+        pool = None if c.sync == "barrier" else c.recent_groups
+        with uninterrupted(), environment({"OMP_NUM_THREADS": "1"}):
+            manager, self.buffer = serve(
+                self.ctx, child.prepare_buffer, (self.board,), capacity=c.buffer_capacity, recent_groups=pool,
+                per_prompt=c.per_prompt_capacity, dedup=c.dedup, seed=c.seed,
+            )  # fmt: skip
+        self.children.adopt(manager, self.buffer.pid())
+
+    def _take_up(self) -> None:
+        """Give buffer and counters what the checkpoint has."""
+        progress = checkpoint.read_json(self.start / "progress.json")
+        state = checkpoint.load_buffer(self.start)
+        counts = progress["source"]
+        if self.buffer and state:
+            self.buffer.load_state_dict(state)
+            next_one = 1 + max((uid[1] for uid in state["trajectories"][0]["uid"].tolist()), default=-1)
+            self.incarnations = [next_one] * self.config.searchers  # so that no uid comes twice
+            for name in Board.COUNTS:  # spread out: their number may have changed
+                for i in range(self.config.searchers):
+                    self.board.set(Board.SEARCHERS + i, name, sum(counts[name][i :: self.config.searchers]))
+        self.log.info(f"going on from {self.start}, update {progress['step']}")
+
+    def _start_searcher(self, i: int) -> None:
+        args = (self.config, self.folder, self.out, i, self.incarnations[i], self.address, self.buffer)
+        self.children.spawn(f"searcher-{i}", "searcher", *self._placed(1 + i), args)
+
+    def _placed(self, process: int) -> tuple[dict[str, str], str]:
+        """Environment and device of a process: 0 is the trainer, 1 + i searcher i. One GPU each, or one for all."""
         if not self.config.gpus:
-            return self._spawn_environment | {"CUDA_VISIBLE_DEVICES": ""}
+            return self.variables | {"CUDA_VISIBLE_DEVICES": ""}, "cpu"
         mask = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = mask.split(",") if mask else [str(i) for i in range(self.config.gpus)]
-        return self._spawn_environment | {"CUDA_VISIBLE_DEVICES": devices[process % self.config.gpus]}
-
-    def _spawn(self, name: str, module: str, variables: dict[str, str], args: tuple) -> None:
-        receiving, sending = self.ctx.Pipe(duplex=False)
-        device = "cuda" if self.config.gpus and module != "start_model" else "cpu"
-        common = (module, name, self.board, sending, self.log_handler.queue, device, self.out)
-        process = self.ctx.Process(target=child.run, args=(*common, args), name=name, daemon=True)
-        with uninterrupted(), environment(variables):
-            process.start()
-        sending.close()
-        self.processes[name], self.pipes[name] = process, receiving
-        self.pids[name] = process.pid
-        (self.out / "pids.json.new").write_text(json.dumps(self.pids, indent=2) + "\n")
-        os.replace(self.out / "pids.json.new", self.out / "pids.json")
+        return self.variables | {"CUDA_VISIBLE_DEVICES": devices[process % self.config.gpus]}, "cuda"
 
     # --- watching ---------------------------------------------------------------------------------------------
 
@@ -225,102 +268,132 @@ class Run:
         """Listen to the children until the trainer is done or the run is interrupted; lead the syncs of `barrier`."""
         pause = 0.001 if self.config.sync == "barrier" else 0.05
         while self.result is None and not self.interrupts:
-            self._listen(pause)
+            self.children.listen(pause)
+            self.children.check_heartbeats()
             self._lead_sync()
-            self.board.set(Board.PARENT, "alive", time.time())
             self.screen.tick()
-
-    def _listen(self, timeout: float) -> None:
-        """Take in messages for up to `timeout` seconds; notice children that died."""
-        sentinels = {p.sentinel: n for n, p in self.processes.items() if not self.ending or p.is_alive()}
-        if self.manager and not self.ending:
-            sentinels[self.manager._process.sentinel] = "buffer"
-        ready = wait([*self.pipes.values(), *sentinels], timeout)
-        for name, pipe in list(self.pipes.items()):
-            while pipe in ready and pipe.poll():
-                try:
-                    self._heard(name, *pipe.recv())
-                except EOFError:
-                    del self.pipes[name]
-                    break
-        for sentinel in ready:
-            if sentinel in sentinels and not self.ending and not self.interrupts and self.result is None:
-                self._died(sentinels[sentinel])
 
     def _heard(self, name: str, kind: str, value) -> None:
         if kind == "row":
             self.screen.row(value)
-        elif kind == "accuracy" and self.before is None:
-            self.before = value["accuracy"]
+        elif kind == "accuracy":
+            if self.screen.accuracy is None and not self.start:
+                self.log.info(f"held-out accuracy before RL: {value['accuracy']:.3f} (greedy, on {value['prompts']})")
             self.screen.accuracy = value["accuracy"]
-            self.log.info(f"held-out accuracy before RL: {self.before:.3f} (greedy, on {value['prompts']})")
+        elif kind == "ready":
+            self.absent.discard(int(name.removeprefix("searcher-")))
+        elif kind == "saving":
+            self.saving_since = time.time()
         elif kind == "done":
             self.result = value
-        elif kind == "error" and self.ending:
+        elif kind == "refused":
+            if not self.children.ending:  # several processes may say the same
+                raise Failed(value)
+        elif self.children.ending:
             self.log.error("while ending, %s raised %s", name, value[0])
         elif kind == "error":
-            what, text = value
-            if self.manager and not self.manager._process.is_alive():
-                self._died("buffer")  # that is the cause, whatever it made others say
-            self.log.error("%s:\n%s", name, text.rstrip())
-            raise Failed(f"{name} raised {what}")
+            self._raised(name, *value)
 
-    def _died(self, name: str) -> None:
-        process = self.manager._process if name == "buffer" else self.processes[name]
-        process.join(1.0)
-        code = process.exitcode
-        if code == 0 and name == "start-model":
+    def _raised(self, name: str, what: str, text: str, where: str) -> None:
+        """A child's last words. A searcher that fails for the first time is started again when it has ended."""
+        self._blame_those_behind(name)
+        error = (what.split(":")[0], where)
+        if error in self.errors.values():
+            raise Failed(f"{name} raised the same again: {what}")
+        self.log.error("%s:\n%s", name, text.rstrip())
+        if not name.startswith("searcher-"):
+            raise Failed(f"{name} raised {what}")
+        self.errors[name] = error
+
+    def _blame_those_behind(self, name: str) -> None:
+        """When the Manager or the trainer has died, whatever others say is a consequence."""
+        for cause in {"buffer": ("buffer",), "trainer": ("buffer",)}.get(name, ("buffer", "trainer")):
+            if self.children.is_gone(cause, 0.5):
+                self._died(cause, self.children.how_it_ended(cause))
+
+    def _died(self, name: str, how: str) -> None:
+        """A child ended: a searcher is started again, anything else ends the run."""
+        if self.interrupts or self.result is not None or (name == "start-model" and how == "ended with exit code 0"):
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
-        raise Failed(f"{name} {how}; what it printed is in {self.out / (name + '.log')}")
+        if not name.startswith("searcher-"):
+            raise Failed(f"{name} {how}; what it printed is in {self.out / (name + '.log')}")
+        self._blame_those_behind(name)
+        i, row = int(name.removeprefix("searcher-")), Board.row(name)
+        self.restarts += 1
+        if self.restarts > self.config.max_restarts:
+            raise Failed(f"{name} {how}, and --max-restarts {self.config.max_restarts} allows no further start")
+        self.lost[i] = int(self.board.get(row, "generated") - self.board.get(row, "handed_over"))
+        self.log.warning(f"{name} {how}: started again ({self.restarts} of --max-restarts {self.config.max_restarts})")
+        self.children.forget(name)
+        self.absent.add(i)
+        self.incarnations[i] += 1
+        self._start_searcher(i)
 
     def _lead_sync(self) -> None:
-        """barrier: open a sync when the trainer wishes for one, end it when all searchers have merged."""
+        """barrier: open a sync when the trainer wishes for one, end it when all searchers that live have merged."""
         board, parent = self.board, Board.PARENT
         wanted, open_ = board.get(Board.TRAINER, "sync"), board.get(parent, "sync")
+        present = [s for i, s in enumerate(board.of_searchers("sync")) if i not in self.absent]
         if wanted > open_:
             try:
                 self.buffer.start_pool()
             except (EOFError, OSError):
-                self._died("buffer")
+                self._blame_those_behind("trainer")
+                raise
             board.set(parent, "sync", wanted)
-        elif open_ > board.get(parent, "go") and min(board.of_searchers("sync")) >= open_:
+        elif open_ > board.get(parent, "go") and present and min(present) >= open_:
             board.set(parent, "go", open_)
 
     # --- ending -----------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
         """End all children: the trainer may finish its update and save when the run was interrupted."""
-        self.ending = True
         self.board.set(Board.PARENT, "stop", 1)
-        deadline = time.time() + (GRACE if self.interrupts == 1 or self.result else 0.5)
-        while any(p.is_alive() for p in self.processes.values()) and time.time() < deadline and self.interrupts < 2:
-            self._listen(0.05)
-            if self.result or not self.processes.get("trainer") or not self.processes["trainer"].is_alive():
-                deadline = min(deadline, time.time() + 1.0)
-        for process in self.processes.values():
-            process.kill()
-            process.join()
-        if self.manager:
-            self.manager.shutdown()
+        now = time.time()
+        trainer = self.children.processes.get("trainer")
 
-    def _summarise(self, outcome: str) -> None:
+        def deadline() -> float:
+            if self.interrupts > 1:
+                return 0.0
+            if self.result or not trainer or not trainer.is_alive():
+                return ends.setdefault("others", time.time() + 2.0)
+            if self.saving_since:  # a checkpoint is not cut off: a large model's takes as long as it takes
+                return self.saving_since + PATIENCE
+            return now + GRACE
+
+        ends: dict[str, float] = {}
+        self.children.stop(deadline)
+
+    def _summarise(self, outcome: str, why: str | None) -> None:
         """Write summary.json, draw the figures, say how it went."""
-        c, result = self.config, self.result
+        c, result = self.config, self.result or {}
+        waits = merge_timeline(self.out)
         summary = {
             "outcome": outcome,
+            "why": why,
             **{key: getattr(c, key) for key in ("task", "model", "engine", "sync", "seed", "searchers", "gpus")},
             **result,
             "busy_searchers": self.board.of_searchers("busy"),
+            "replay_ratio": c.replay_ratio,
+            "waits": {"trainer": result.get("waits_trainer", {})} | {n: w for n, w in waits.items() if n != "trainer"},
+            "restarts": self.restarts,
+            "trajectories_lost": sum(self.lost),
+            "resumed_from": str(self.start) if self.start else None,
             "seconds_total": time.time() - self.started,
         }
+        if result:
+            summary["bottleneck"], summary["advice"] = bottleneck(summary)
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        merge_timeline(self.out)
-        if result["steps"]:
-            from plots import draw
+        if result:
+            if result["steps"]:
+                from plots import draw
 
-            draw(self.out)
-        self.screen.say(summary_text(summary, self.out))
+                draw(self.out)
+            self.screen.say(summary_text(summary, self.out))
+        saved = checkpoint.all_in(self.out / "checkpoints")
+        if outcome != "completed":
+            resume = f"; `python tba_min.py --resume {self.out}` goes on from {saved[-1].name}" if saved else ""
+            self.screen.say(f"tba_min: {outcome}; what there is lies in {self.out}{resume}")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from is sync.py's matter, and the only thing in which the three ways of `--sync`
 """
 
 import copy
+import json
 import logging
 import time
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import baselines
+import checkpoint
 from buffer import RemoteBuffer, pack
 from engine import HfEngine, Sampling
 from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
-from metrics import Board, Clock, JsonLines
+from metrics import Board, Clock, EventLog, JsonLines, backlog, keep_rows_before
 from policy import (
+    check_prompts,
     collate,
     load_policy,
     load_tokenizer,
@@ -30,9 +32,11 @@ from policy import (
     stop_tokens,
 )
 from sync import Barrier, Batch, OnPolicy, Prefetch
-from weights import SharedWeights
+from tasks import is_right, load_task
+from weights import SharedWeights, hand_out
 
 log = logging.getLogger("tba_min.trainer")
+PROGRESS = ("trained", "staleness_sum", "staleness_max", "accuracies", "seconds_before")  # a Trainer's, in checkpoints
 
 
 # --- learning -------------------------------------------------------------------------------------------------------
@@ -71,9 +75,11 @@ class Learner:
         model: the policy, fp32 master weights.
         config: loss and its options, lr and its schedule, beta and its schedule, temperature, micro_batch_tokens.
         pad: token id for padding; any will do.
+        clock: where the time goes.
     """
 
-    def __init__(self, model, config, pad: int) -> None:
+    def __init__(self, model, config, pad: int, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         self.model, self.config, self.pad, self.step = model, config, pad, 0
         self.head: torch.nn.Linear | None = None  # V(x), reward units: log Z(x) = V / beta, or the critic of vtrace
         if config.loss == "vtrace" or (config.loss == "tb" and config.log_z == "learned"):
@@ -98,20 +104,35 @@ class Learner:
             group["lr"] = rate
         self._before_update(groups)
         sums: dict[str, float] = {}
-        for part in micro_batches(groups, self.config.micro_batch_tokens):
-            share = len(part) / len(groups)
-            loss, metrics = self._loss(part, beta)
-            (share * loss).backward()
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + share * value
-        clip = self.config.grad_clip or float("inf")
-        sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        if not np.isfinite(sums["loss"] + sums["grad_norm"]):
-            raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.clock.span("forward, backward"):
+            for part in micro_batches(groups, self.config.micro_batch_tokens):
+                share = len(part) / len(groups)
+                loss, metrics = self._loss(part, beta)
+                (share * loss).backward()
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + share * value
+        with self.clock.span("step"):
+            clip = self.config.grad_clip or float("inf")
+            sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+            if not np.isfinite(sums["loss"] + sums["grad_norm"]):
+                raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return sums | {"beta": beta, "lr": lr}
+
+    def state_dict(self) -> dict:
+        """All but the policy itself: optimizer, head, reference, the number of updates."""
+        parts = {"head": self.head, "reference": self.reference}
+        states = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {"step": self.step, "optimizer": self.optimizer.state_dict()} | states
+
+    def load_state_dict(self, state: dict) -> None:
+        self.step = state["step"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, part in (("head", self.head), ("reference", self.reference)):
+            if part is not None:
+                part.load_state_dict(state[name])
 
     def _before_update(self, groups: Batch) -> None:
         if self.head is not None and self.step == 0:  # log Z is far from 0 at small beta: start at the mean reward
@@ -209,12 +230,11 @@ class Evaluator:
     """Greedy accuracy on prompts that are never trained on."""
 
     def __init__(self, model, folder: str, task, config) -> None:
-        from tasks import is_right
-
-        self._is_right, self.task = is_right, task
-        self.tokenizer = load_tokenizer(folder)
+        self.task, self.config = task, config
+        self.tokenizer = load_tokenizer(folder, config.trust_remote_code)
         self.prompts = getattr(task, config.eval_split)[: config.eval_prompts]
         ids = self.tokenizer(list(self.prompts), add_special_tokens=False)["input_ids"]
+        check_prompts(self.prompts, [len(i) for i in ids], model, config.max_new_tokens)
         self._ids = [np.array(i, np.int32) for i in ids]
         stop = stop_tokens(folder, self.tokenizer)
         sampling = Sampling(1.0, config.max_new_tokens, tuple(stop), max(map(len, ids)), 512)
@@ -225,7 +245,8 @@ class Evaluator:
         """Share of prompts that are answered right."""
         answers = [a[0].tokens for a in self.engine.generate(self._ids, 1, greedy=True)]
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        return float(np.mean([self._is_right(self.task, p, t) for p, t in zip(self.prompts, texts, strict=True)]))
+        limit = self.config.reward_timeout
+        return float(np.mean([is_right(self.task, p, t, limit) for p, t in zip(self.prompts, texts, strict=True)]))
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
@@ -246,72 +267,81 @@ class Trainer:
         self.clock: Clock = child.clock
         self.file = JsonLines(out / "metrics.jsonl")
         self.accuracies: list[tuple[int, float, float]] = []  # trainer update, seconds of RL, accuracy
-        self.stale: list[tuple[float, float]] = []
+        self.staleness_sum = self.staleness_max = 0.0  # over updates
         self.trained = 0
-        self.rl_start = self._waited = 0.0
+        self.seconds_before = 0.0  # of RL, before the run was resumed
+        self.rl_start = 0.0
+        self.events = EventLog(out / "events-trainer.jsonl" if config.event_log else None)
 
     def run(self) -> dict:
         """Train to the end of the steps, the time or the patience of the parent; returns the summary."""
-        before = self._evaluate()
+        if not self.accuracies:
+            self._evaluate()
         while self.learner.step < self.config.steps and not self.child.board.stopping and not self._time_is_up():
-            with self.clock.span("wait for data") if self.source.waits else nullcontext():
-                batch = self.source.next(self.learner.step)
+            batch = self.source.next(self.learner.step)
             if batch is None:
                 break
             if not self.rl_start:
                 self._start_clock()
             self._update(batch)
-        seconds = time.time() - self.rl_start if self.rl_start else 0.0
-        busy = self._busy()
+            if self.config.checkpoint_every and self.learner.step % self.config.checkpoint_every == 0:
+                self._checkpoint_if_possible()
+        seconds, busy, waits = self._seconds(), self.clock.busy(), self.clock.waits()
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
-            seconds = time.time() - self.rl_start
-        return self._summary(before, seconds, busy)
+            seconds = self._seconds()
+        return self._summary(seconds) | {"busy_trainer": busy, "waits_trainer": waits}
+
+    def _seconds(self) -> float:
+        """Seconds of RL, those before a resume included."""
+        return self.seconds_before + (time.time() - self.rl_start if self.rl_start else 0.0)
 
     def _start_clock(self) -> None:
-        self.rl_start, self._waited = time.time(), self.clock.waited()
+        self.rl_start = time.time()
+        self.clock.begin()
         self.child.board.set(Board.TRAINER, "rl_start", self.rl_start)
 
     def _time_is_up(self) -> bool:
         limit = self.config.max_seconds
-        return bool(limit and self.rl_start and time.time() - self.rl_start > limit)
-
-    def _busy(self) -> float:
-        spent = time.time() - self.rl_start if self.rl_start else 0.0
-        return 1 - (self.clock.waited() - self._waited) / spent if spent > 0 else 0.0
+        return bool(limit and self._seconds() > limit)
 
     def _update(self, batch: Batch) -> None:
         step, config = self.learner.step, self.config
-        row = {"step": step, "seconds": time.time() - self.rl_start} | batch_metrics(batch, step)
-        with self.clock.span("forward, backward, step"):
-            try:
-                row |= self.learner.update(batch)
-            except FloatingPointError as error:
-                place = self.out / f"bad-batch-{step}.npz"
-                np.savez(place, *pack([t for group in batch for t in group]))
-                raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
+        row = {"step": step, "seconds": self._seconds()} | batch_metrics(batch, step)
+        self.events.write("train", step=step, uids=[[int(n) for n in t.uid] for group in batch for t in group])
+        try:
+            row |= self.learner.update(batch)
+        except FloatingPointError as error:
+            place = self.out / f"bad-batch-{step}.npz"
+            np.savez(place, *pack([t for group in batch for t in group]))
+            raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
         version = self.learner.step
         if version % config.sync_every == 0:
             with self.clock.span("publish"):
                 self.publish(named_weights(self.learner.model), version)
+            self.child.board.set(Board.TRAINER, "version", version)
+            self.events.write("publish", version=version)
         self.trained += sum(map(len, batch))
-        self.stale.append((row["staleness"], row["staleness_max"]))
+        self.staleness_sum += row["staleness"]
+        self.staleness_max = max(self.staleness_max, row["staleness_max"])
         if config.eval_every and version % config.eval_every == 0:
             row["accuracy"] = self._evaluate()
         board = self.child.board
         row["trained"], row["generated"] = self.trained, self.source.generated()
-        row["busy_trainer"], row["busy_searchers"] = self._busy(), board.of_searchers("busy")
-        row["seconds_after"] = time.time() - self.rl_start
+        row["backlog"] = backlog(config, row["generated"], row["trained"])
+        row["busy_trainer"], row["busy_searchers"] = self.clock.busy(), board.of_searchers("busy")
+        row["waited"] = sum(self.clock.waits().values())
+        row["seconds_after"] = self._seconds()
         board.set(Board.TRAINER, "busy", row["busy_trainer"])
-        board.set(Board.TRAINER, "alive", time.time())
+        board.set(Board.TRAINER, "trained", self.trained)
+        self.child.beat()
         self.file.write(row)
         self.child.tell("row", row)
 
     def _evaluate(self) -> float:
-        with self.clock.span("evaluate"):
+        with self.clock.span("evaluate"), self.child.long_job():
             accuracy = self.evaluate()
-        seconds = time.time() - self.rl_start if self.rl_start else 0.0
-        self.accuracies.append((self.learner.step, seconds, accuracy))
+        self.accuracies.append((self.learner.step, self._seconds(), accuracy))
         self.child.tell("accuracy", {"accuracy": accuracy, "prompts": len(self.evaluate.prompts)})
         return accuracy
 
@@ -320,8 +350,47 @@ class Trainer:
             return "--steps"
         return "a stop from outside" if self.child.board.stopping else "--max-seconds"
 
-    def _summary(self, before: float, seconds: float, busy: float) -> dict:
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> Path:
+        """Write a checkpoint of this moment (checkpoint.py); OSError when it can't be written."""
+        with self.clock.span("checkpoint"), self.child.long_job():
+            keep, root = self.config.keep_checkpoints, self.out / "checkpoints"
+            return checkpoint.write(root, self.learner.step, self._fill, keep)
+
+    def _checkpoint_if_possible(self) -> None:
+        try:
+            self.checkpoint()
+        except OSError as error:  # the disk is full, say: that is no reason to end, the next one may succeed
+            log.error("the checkpoint of update %d was not written: %s", self.learner.step, error)
+
+    def _fill(self, folder: Path) -> None:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        state = {"learner": self.learner.state_dict(), "rng": torch.get_rng_state(), "rng_cuda": cuda}
+        checkpoint.save_tensors(folder, self.learner.model, self.evaluate.tokenizer, state)
+        if self.config.sync != "onpolicy":
+            checkpoint.save_buffer(folder, self.source.buffer.state_dict())
+        progress = {name: getattr(self, name) for name in PROGRESS}
+        progress |= {"step": self.learner.step, "seconds_before": self._seconds(), "source": self.source.state_dict()}
+        (folder / "progress.json").write_text(json.dumps(progress, indent=2) + "\n")
+
+    def resume(self, folder: Path) -> None:
+        """Go on from a checkpoint; the policy has been loaded from it already."""
+        state = torch.load(folder / "trainer.pt", weights_only=True, map_location="cpu")
+        self.learner.load_state_dict(state["learner"])
+        for name, value in checkpoint.read_json(folder / "progress.json").items():
+            if name in PROGRESS:
+                setattr(self, name, value)
+        torch.set_rng_state(state["rng"])
+        if state["rng_cuda"]:
+            torch.cuda.set_rng_state_all(state["rng_cuda"])
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def _summary(self, seconds: float) -> dict:
+        before = self.accuracies[0][2]
         last = [a for _, _, a in self.accuracies[1:]][-3:]
+        counts = self.source.state_dict()
         return {
             "steps": self.learner.step,
             "ended_by": self._ended_by(),
@@ -329,52 +398,65 @@ class Trainer:
             "accuracy_after": float(np.mean(last)) if last else before,  # mean of the last three evaluations
             "evaluations": self.accuracies,
             "seconds_rl": seconds,
-            "seconds_evaluating": self.clock.seconds["evaluate"],
+            "seconds_evaluating": self.clock.seconds.get("evaluate", 0.0),
             "trajectories_generated": self.source.generated(),
             "trajectories_trained": self.trained,
-            "staleness_mean": float(np.mean([m for m, _ in self.stale])) if self.stale else 0.0,
-            "staleness_max": max([m for _, m in self.stale], default=0.0),
-            "busy_trainer": busy,
+            **{name: int(np.sum(counts[name])) for name in ("truncated", "undecodable", "bad_rewards")},
+            "staleness_mean": self.staleness_sum / max(1, self.learner.step),
+            "staleness_max": self.staleness_max,
+            "late_prefetches": self.source.late,
+            "threads": torch.get_num_threads(),
             "seconds_trainer": dict(self.clock.seconds),
         }
 
 
-def save_policy(model, tokenizer, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder that transformers and vLLM load."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def main(child, config, folder: str, out: Path, start: str | None, address: str, buffer_proxy) -> None:
+    """Body of the trainer's process (child.py starts it).
 
-
-def main(child, config, folder: str, out: Path, weight_pipes: list, buffer_proxy) -> None:
-    """Body of the trainer's process (child.py starts it)."""
-    from tasks import load_task
-
-    clock, board = child.clock, child.board
+    Args:
+        folder: the start model, which is the reference too.
+        start: checkpoint to go on from, or None.
+        address: local socket at which searchers ask for the weight handle.
+    """
     torch.manual_seed(config.seed)
-    with clock.span("load"):
-        task, model = load_task(config.task), load_policy(folder, child.device, trainable=True)
+    with child.clock.span("load"):
+        task, trust = load_task(config.task), config.trust_remote_code
+        model = load_policy(start or folder, child.device, trainable=True, trust_remote_code=trust)
         evaluate = Evaluator(model, folder, task, config)
-    pad = evaluate.tokenizer.pad_token_id or 0
-    learner = Learner(model, config, pad)
-    if config.sync == "onpolicy":
-        import searcher
-
-        policy = model if config.engine == "hf" else None
-        source = OnPolicy(searcher.build(config, folder, child.device, 0, 0, clock, policy), model, config, board)
-        publish = _publish_to_nobody
-    else:
+    learner = Learner(model, config, evaluate.tokenizer.pad_token_id or 0, child.clock)
+    progress = checkpoint.read_json(Path(start) / "progress.json") if start else {}
+    keep_rows_before(out / "metrics.jsonl", progress.get("step", 0))
+    source = make_source(child, config, folder, model, buffer_proxy, progress)
+    trainer = Trainer(child, config, out, learner, evaluate, source, _publish_to_nobody)
+    if start:
+        trainer.resume(Path(start))
+    if config.sync != "onpolicy":
         weights = SharedWeights.like(named_weights(model))
-        weights.publish(named_weights(model), 0)
-        for pipe in weight_pipes:
-            pipe.send(weights)  # torch.multiprocessing sends the memory's file descriptor, not its bytes
-        source = (Barrier if config.sync == "barrier" else Prefetch)(RemoteBuffer(buffer_proxy), config, board)
-        publish = weights.publish
+        weights.publish(named_weights(model), learner.step)
+        hand_out(weights, address)
+        trainer.publish = weights.publish
     log.info("the trainer is ready after %.0f s", time.time() - child.started)
-    trainer = Trainer(child, config, out, learner, evaluate, source, publish)
     summary = trainer.run()
-    save_policy(model, evaluate.tokenizer, out / "checkpoints" / f"step-{learner.step}")
+    child.tell("saving")
+    try:
+        summary["checkpoint"] = str(trainer.checkpoint())
+    except (OSError, EOFError) as error:  # EOFError: the Manager is gone
+        summary["checkpoint"], summary["problem"] = None, f"the last checkpoint was not written: {error}"
     child.tell("done", summary)
+
+
+def make_source(child, config, folder: str, model, buffer_proxy, progress: dict) -> Barrier | OnPolicy | Prefetch:
+    """Where batches come from; `progress` is that of the checkpoint to go on from, or empty."""
+    if config.sync == "barrier":
+        return Barrier(RemoteBuffer(buffer_proxy), config, child)
+    if config.sync == "eager":
+        return Prefetch(RemoteBuffer(buffer_proxy), config, child, progress.get("step", 0), progress.get("trained", 0))
+    import searcher
+
+    generator = searcher.build(child, config, folder, 0, 0, model if config.engine == "hf" else None)
+    if progress:
+        generator.load_state_dict(progress["source"])
+    return OnPolicy(generator, model, config, child)
 
 
 def _publish_to_nobody(named_tensors, version: int) -> None:

@@ -5,12 +5,15 @@ No lock guards it, since the lock of a killed process would stay taken for ever.
 that it holds: the writer marks a slot dirty before its first byte and stamps it after its last; a reader copies, then
 looks whether the stamp is still the one it started from. What a reader gets is its own copy, never a view.
 
-The handle travels through a pipe as `torch.multiprocessing` sends tensors: by file descriptor. The memory has no name
-in /dev/shm, so it is gone with its last user, however that one ended.
+The handle travels through a local socket as `torch.multiprocessing` sends tensors: by file descriptor. The memory has
+no name in /dev/shm, so it is gone with its last user, however that one ended.
 """
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from multiprocessing import AuthenticationError, current_process
+from multiprocessing.connection import Client, Listener
 
 import numpy as np
 import torch
@@ -100,6 +103,39 @@ class SharedWeights:
             views.append((name, flat[start : start + size].view(dtype).view(shape)))
             start += _padded(shape, dtype)
         return views
+
+
+def hand_out(weights: SharedWeights, address: str) -> None:
+    """Give the handle to every searcher that asks for it at this local socket, from a thread (the trainer's side).
+
+    Each asks for itself, so that one which is started again gets a handle of its own, as CUDA IPC will need.
+    """
+    listener = Listener(address, "AF_UNIX", backlog=64, authkey=bytes(current_process().authkey))
+
+    def serve() -> None:
+        while True:
+            try:
+                with listener.accept() as connection:
+                    connection.send(weights)  # torch.multiprocessing sends the memory's descriptor, not its bytes
+            except (EOFError, OSError, AuthenticationError):  # a searcher that was killed meanwhile, or a stranger
+                continue
+
+    threading.Thread(target=serve, daemon=True, name="weight-handles").start()
+
+
+def ask_for(address: str, meanwhile: Callable[[], bool]) -> SharedWeights | None:
+    """The trainer's handle (a searcher's side); None as soon as `meanwhile()`, called while it waits, is false.
+
+    Raises:
+        OSError, EOFError: when the trainer is gone.
+    """
+    while meanwhile():
+        try:
+            with Client(address, "AF_UNIX", authkey=bytes(current_process().authkey)) as connection:
+                return connection.recv()
+        except (FileNotFoundError, ConnectionRefusedError):  # the trainer is still loading
+            time.sleep(0.05)
+    return None
 
 
 def _padded(shape: tuple, dtype: torch.dtype) -> int:

@@ -4,7 +4,7 @@
     python bench/accuracy.py --losses rloo grpo --max-seconds 40        other losses; what follows goes to tba_min.py
 
 Writes bench/results/accuracy.json (rows of other losses that stand there are kept), and draws
-docs/accuracy.png, docs/staleness.png and docs/timeline.png.
+docs/accuracy.png and docs/staleness.png.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def one_run(loss: str, seed: int, options: list[str]) -> dict:
     summary = json.loads((out / "summary.json").read_text())
     if loss == "tb" and seed == 0:
         (ROOT / "docs").mkdir(exist_ok=True)
-        for name in ("accuracy", "staleness", "timeline"):
+        for name in ("accuracy", "staleness"):
             shutil.copy(out / "figures" / f"{name}.png", ROOT / "docs" / f"{name}.png")
     shutil.rmtree(out.parent)
     row = {"loss": loss, "seed": seed, "options": " ".join(options)}

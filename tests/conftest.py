@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,10 @@ import pytest
 from metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
+SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-per-prompt", "4", "--eval-every", "5"]
+SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
+SHORT += ["--task", "tests/checksum.py:make_task"]
+ENDLESS = [*SHORT, "--steps", "100000", "--max-seconds", "0", "--engine", "hf"]
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +39,13 @@ def tiny_folder(tmp_path_factory):
 class Job:
     """A run of tba_min.py as a process of its own."""
 
-    def __init__(self, out: Path, *args: str) -> None:
+    def __init__(self, out: Path, *args: str, again: bool = False) -> None:
         self.out = out
         self.shm: set[str] = set()  # files in /dev/shm that its processes were seen to use
-        self.tmp = out.parent / f"tmp-{out.name}"  # its own: sockets that are left can be seen
-        self.tmp.mkdir(parents=True)
+        self.tmp = Path(tempfile.mkdtemp(prefix="job-"))  # its own: sockets left can be seen; short, as they need it
         self.text = ""
-        command = [sys.executable, str(ROOT / "tba_min.py"), "--out", str(out), *map(str, args)]
+        where = ["--resume" if again else "--out", str(out)]
+        command = [sys.executable, str(ROOT / "tba_min.py"), *where, *map(str, args)]
         self.output = open(self.tmp / "output", "w+")
         self.process = subprocess.Popen(
             command,
@@ -136,11 +142,12 @@ def start_job(tmp_path):
     """start_job(*args) -> Job; whatever still runs at the test's end is killed."""
     jobs: list[Job] = []
 
-    def start(*args: str, out: Path | None = None) -> Job:
-        jobs.append(Job(out or tmp_path / f"run{len(jobs)}", *args))
+    def start(*args: str, resume: Path | None = None) -> Job:
+        jobs.append(Job(resume or tmp_path / f"run{len(jobs)}", *args, again=bool(resume)))
         return jobs[-1]
 
     yield start
     for job in jobs:
         for process in job.family():
             process.kill()
+        shutil.rmtree(job.tmp, ignore_errors=True)

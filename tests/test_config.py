@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import math
 import os
 import re
@@ -73,6 +74,10 @@ WRONG = [  # options, the start of the message, what it says would be right
     ({"steps": 0}, "--steps 0:", "at least 1"),
     ({"steps": 100, "decay_steps": 101}, "--decay-steps 101:", "0 to --steps, 100"),
     ({"sync_every": 0}, "--sync-every 0:", "at least 1"),
+    ({"sync_every": 4, "max_staleness": 2}, "--max-staleness 2:", "at least --sync-every - 1 = 3"),
+    ({"recompute_kv": True, "engine": "hf"}, "--recompute-kv:", "--engine vllm"),
+    ({"recompute_kv": True, "sync": "barrier"}, "--recompute-kv:", "--sync eager"),
+    ({"recompute_kv": True, "inflight_updates": False}, "--recompute-kv:", "--inflight-updates"),
     ({"replay_ratio": 0.0}, "--replay-ratio 0.0:", "above 0"),
     ({"vllm_memory": 1.0}, "--vllm-memory 1.0:", "below 1"),
     ({"max_new_tokens": 0}, "--max-new-tokens 0:", "at least 1"),
@@ -108,6 +113,7 @@ def test_no_option_takes_nan(name):
 
 def test_the_bounds_themselves_are_allowed():
     resolve(Config(samples_per_prompt=2, generate_per_prompt=2, per_prompt_capacity=2, in_flight=2, buffer_capacity=32))
+    resolve(Config(sync_every=4, max_staleness=3, recompute_kv=True))
     for m in (0.0, 1.0):
         resolve(Config(recency_prob=m))
     resolve(Config(steps=100, decay_steps=100, warmup_steps=0, max_seconds=0.0, eval_every=0, grad_clip=0.0))
@@ -126,7 +132,7 @@ def test_defaults_that_hang_on_other_options_are_filled_in():
     got = resolve(given)
     assert (got.recent_groups, got.threads, got.searchers, got.seed) == (3, 7, 2, 5)
     assert given == Config(recent_groups=3, threads=7, searchers=2, seed=5)  # frozen, left as it was
-    assert not [f for f in FIELDS if getattr(got, f) is None and f != "out"]
+    assert not [f for f in FIELDS if getattr(got, f) is None and f not in ("out", "resume")]
     assert resolve(got) == got
 
 
@@ -173,10 +179,17 @@ def test_gpus_are_counted_without_torch(monkeypatch, mask, want):
 # --- models, tasks, folders -----------------------------------------------------------------------------------------
 
 
+def write_empty_weights(folder):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def test_a_model_folder_needs_a_config(tmp_path):
     text = refusal(model=str(tmp_path))
     assert text.startswith(f"--model {tmp_path}:") and "no config.json" in text
     (tmp_path / "config.json").write_text("{}")
+    assert "no *.safetensors" in refusal(model=str(tmp_path))
+    write_empty_weights(tmp_path)
     assert resolve(Config(model=str(tmp_path))).model == str(tmp_path)
     assert resolve(Config(model=os.path.relpath(tmp_path))).model == str(tmp_path)  # children may stand elsewhere
 
@@ -201,6 +214,8 @@ def test_a_hub_name_becomes_the_folder_of_its_snapshot(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     assert "lacks config.json" in refusal(model="somebody/a-data-set")
     (tmp_path / "config.json").write_text("{}")
+    assert "no *.safetensors" in refusal(model="somebody/something")
+    write_empty_weights(tmp_path)
     assert resolve(Config(model="somebody/something")).model == str(tmp_path)
 
 

@@ -1,0 +1,243 @@
+"""A long run with faults injected at random: it must survive them all, account for every update, and learn.
+
+    python bench/soak.py                             30 minutes, vLLM (README's figures)
+    python bench/soak.py --minutes 2 --engine hf     what `make test-slow` does
+
+After each fault it waits for what must follow: a searcher that is started again, or an end of the run with everything
+cleaned up, after which the run is resumed. The end checks that updates 0, 1, 2, ... are all there once, that no uid is
+stored twice, that accuracy was reached, that memory is flat and nothing is left. Writes bench/results/soak.json.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from accuracy import machine  # noqa: E402
+
+from buffer import unpack  # noqa: E402
+from checkpoint import all_in, load_buffer  # noqa: E402
+from metrics import read_jsonl  # noqa: E402
+
+SMALL = 2_000_000  # bytes: a trainer that may write no larger file can't write its optimizer's state of 2.8 MB
+HEARTBEAT = 8  # seconds
+RESULTS = ROOT / "bench" / "results" / "soak.json"
+
+
+class Wrong(AssertionError):
+    """Something that must hold does not."""
+
+
+class Soak:
+    """One run, again and again resumed."""
+
+    def __init__(self, engine: str, cache: str | None) -> None:
+        self.tmp = Path(tempfile.mkdtemp(prefix="soak-"))
+        self.out = self.tmp / "run"
+        self.options = ["--gpus", "0", "--engine", engine, "--steps", "1000000", "--decay-steps", "0", "--lr", "3e-5"]
+        self.options += ["--max-seconds", "0", "--eval-every", "50", "--checkpoint-every", "20"]
+        self.options += ["--heartbeat-timeout", str(HEARTBEAT), "--max-restarts", "1000"]
+        self.options += ["--cache", cache] if cache else []
+        self.memory: list[tuple[float, str, int, float]] = []  # seconds, process, resident bytes, its age in seconds
+        self.output = open(self.tmp / "output", "a")  # noqa: SIM115
+        self.began = time.time()
+        self.longest_shutdown = 0.0
+
+    # --- the run ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the run, or resume it, and wait until it trains."""
+        where = ["--resume" if self.out.exists() else "--out", str(self.out)]
+        (self.tmp / "sockets").mkdir(exist_ok=True)
+        done = len(self.rows())
+        self.process = subprocess.Popen(
+            [sys.executable, "tba_min.py", *where, *self.options], cwd=ROOT, stdout=self.output, stderr=self.output,
+            env=os.environ | {"TMPDIR": str(self.tmp / "sockets")}, start_new_session=True,
+        )  # fmt: skip
+        begun = time.time()
+        # resumed, it first drops the rows after its checkpoint
+        self.wait(lambda: self.rows() and self.changed("metrics.jsonl") > begun and self.trains(), 400)
+        print(f"{self.now():7.1f} s  {'resumed' if done else 'started'}, trains update {len(self.rows())}", flush=True)
+
+    def trains(self) -> bool:
+        before = len(self.rows())
+        time.sleep(2)
+        return len(self.rows()) > before
+
+    def rows(self) -> list[dict]:
+        path = self.out / "metrics.jsonl"
+        return read_jsonl(path) if path.exists() else []
+
+    def changed(self, name: str) -> float:
+        return (self.out / name).stat().st_mtime
+
+    def pid(self, name: str) -> int:
+        return json.loads((self.out / "pids.json").read_text())[name]
+
+    def printed(self) -> str:
+        return (self.tmp / "output").read_text()
+
+    def now(self) -> float:
+        return time.time() - self.began
+
+    def family(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def measure(self) -> None:
+        """Resident memory of every process."""
+        for name, pid in json.loads((self.out / "pids.json").read_text()).items():
+            try:
+                process = psutil.Process(pid)
+                age = time.time() - process.create_time()
+                self.memory.append((self.now(), name, process.memory_info().rss, age))
+            except psutil.Error:
+                continue
+
+    def wait(self, condition, seconds: float) -> None:
+        deadline = time.time() + seconds
+        while not condition():
+            if time.time() > deadline:
+                raise Wrong(f"it did not come in {seconds:g} s; the last that was printed:\n{self.printed()[-2000:]}")
+            time.sleep(0.1)
+
+    def ends(self, expected: tuple[int, ...], family: list[psutil.Process]) -> None:
+        """The run must end by itself with one of these codes, with nothing left; it is then resumed."""
+        begun = time.time()
+        self.wait(lambda: self.process.poll() is not None, 60)
+        if self.process.returncode not in expected:
+            raise Wrong(f"exit code {self.process.returncode}, not {expected}:\n{self.printed()[-2000:]}")
+        alive = lambda: [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]  # noqa: E731
+        self.wait(lambda: not alive(), 15)
+        self.wait(lambda: not list((self.tmp / "sockets").glob("pymp-*")), 5)
+        self.longest_shutdown = max(self.longest_shutdown, time.time() - begun)
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def inject(self, fault: str) -> None:
+        """One fault, and what must follow."""
+        victim, _, what = fault.partition(" ")
+        family = self.family()
+        if victim == "searcher-0":
+            old = self.pid(victim)
+            os.kill(old, signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+            self.wait(lambda: self.pid(victim) != old, 60)
+            self.wait(lambda: read_jsonl(self.out / "searcher-0.jsonl")[-1]["time"] > time.time() - 1, 200)
+            self.wait(self.trains, 100)
+        elif what == "without disk":
+            trainer, said = psutil.Process(self.pid("trainer")), self.printed().count("was not written")
+            trainer.rlimit(psutil.RLIMIT_FSIZE, (SMALL, psutil.RLIM_INFINITY))
+            self.wait(lambda: self.printed().count("was not written") > said, 100)
+            trainer.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+            self.wait(self.trains, 60)
+        elif victim == "Ctrl-C":
+            self.process.send_signal(signal.SIGINT)
+            if what == "twice":
+                time.sleep(0.1)
+                self.process.send_signal(signal.SIGINT)
+            self.ends((130,), family)
+        else:
+            if what == "killed while writing":
+                self.wait(lambda: list((self.out / "checkpoints").glob(".writing-*")), 100)
+            os.kill(self.pid(victim), signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
+            self.ends((-signal.SIGKILL,) if victim == "parent" else (1,), family)
+        if self.process.poll() is not None:
+            self.start()
+
+
+FAULTS = ["searcher-0 killed", "searcher-0 stopped", "trainer killed", "trainer stopped", "trainer without disk"]
+FAULTS += ["trainer killed while writing", "buffer killed", "buffer stopped", "parent killed", "Ctrl-C once"]
+FAULTS += ["Ctrl-C twice"]
+
+
+def faults(seed: int):
+    """Every kind once in random order, and again."""
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(FAULTS, len(FAULTS))
+
+
+def check(soak: Soak, wanted: float) -> dict:
+    """What must hold at the end of a run that was ended by Ctrl-C."""
+    summary, rows = json.loads((soak.out / "summary.json").read_text()), soak.rows()
+    uids = [t.uid for t in unpack(load_buffer(all_in(soak.out / "checkpoints")[-1])["trajectories"])]
+    memory = {name: flat(soak.memory, name) for name in ("parent", "trainer", "buffer", "searcher-0")}
+    found = {
+        "updates": len(rows),
+        "updates_all_there_once": [r["step"] for r in rows] == list(range(summary["steps"])),
+        "trained_as_many": summary["trajectories_trained"] == 256 * summary["steps"] == rows[-1]["trained"],
+        "stored": len(uids),
+        "no_uid_twice": len(set(uids)) == len(uids),
+        "accuracy_before": summary["accuracy_before"],
+        "accuracy_after": summary["accuracy_after"],
+        "accuracy_reached": summary["accuracy_after"] >= wanted,
+        "resident_MB_early_and_late": memory,
+        "memory_is_flat": all(m is None or m[1] < 1.1 * m[0] + 30 for m in memory.values()),
+        "longest_shutdown_seconds": round(soak.longest_shutdown, 1),
+    }
+    wrong = [name for name, value in found.items() if value is False]
+    if wrong:
+        raise Wrong(f"{', '.join(wrong)}: {found}; the run's folder is kept, {soak.tmp}")
+    return found
+
+
+def flat(memory: list, name: str) -> tuple[int, int] | None:
+    """Largest resident memory in MB of a process that is at least 15 s old, in the first and in the second half."""
+    half = memory[-1][0] / 2 if memory else 0
+    parts = [[m for t, n, m, age in memory if n == name and age > 15 and (t > half) == late] for late in (False, True)]
+    return tuple(round(max(part) / 1e6) for part in parts) if all(parts) else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
+    parser.add_argument("--pause", type=float, default=25, help="seconds from one fault to the next, 0.4 to 1.6 times")
+    parser.add_argument("--accuracy", type=float, default=0.95, help="what it must reach")
+    parser.add_argument("--cache", help="where start models are kept")
+    args = parser.parse_args()
+    rng, shm = random.Random(args.seed + 1), set(os.listdir("/dev/shm"))
+    soak, done = Soak(args.engine, args.cache), []
+    soak.start()
+    for fault in faults(args.seed):
+        until = time.time() + rng.uniform(0.4, 1.6) * args.pause
+        while time.time() < until:
+            soak.measure()
+            time.sleep(1)
+        if soak.now() > 60 * args.minutes:
+            break
+        print(f"{soak.now():7.1f} s  {fault} ...", flush=True)
+        begun = time.time()
+        soak.inject(fault)
+        done.append({"fault": fault, "at": round(begun - soak.began, 1), "seconds": round(time.time() - begun, 1)})
+    soak.process.send_signal(signal.SIGINT)
+    soak.ends((130,), soak.family())
+    found = check(soak, args.accuracy)
+    found["left_in_dev_shm"] = sorted(set(os.listdir("/dev/shm")) - shm)
+    kinds = {kind: [d["seconds"] for d in done if d["fault"] == kind] for kind in FAULTS}
+    print(f"\n{'fault':30} {'survived':>8} {'seconds until it trained again, at most':>40}")
+    for kind, seconds in kinds.items():
+        print(f"{kind:30} {len(seconds):8} {max(seconds, default=0):40.1f}")
+    result = {"machine": machine(), "engine": args.engine, "minutes": round(soak.now() / 60, 1), "seed": args.seed}
+    result |= {"survived": {kind: len(seconds) for kind, seconds in kinds.items()}, "faults": len(done)} | found
+    print(json.dumps(result, indent=2))
+    if args.minutes >= 30:
+        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    shutil.rmtree(soak.tmp)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""The parent's side of its children: start them, hear them, notice which died or hangs, end them.
+
+What a death means is the caller's matter (tba_min.py): a searcher is started again, anything else ends the run. Deaths
+are seen through the processes' sentinels, hangs through the time that each child writes on the notice board.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import child
+from child import environment, uninterrupted
+from metrics import Board
+
+
+class Failed(RuntimeError):
+    """A run that can't go on; the text says why."""
+
+
+class Heartbeats:
+    """Which children have shown no sign of life for too long.
+
+    Args:
+        timeout: seconds.
+        clock: seconds that pass; a test brings its own.
+    """
+
+    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout, self.clock = timeout, clock
+        self._seen: dict[str, tuple[float, float]] = {}  # name -> (its last beat, when it was first seen here)
+        self._looked = clock()
+
+    def late(self, beats: dict[str, float]) -> list[str]:
+        """Names whose beat has not changed for `timeout`. Call it often: a caller that stood still itself (Ctrl-Z, a
+        suspended machine) can't tell, so that time counts for nobody."""
+        now = self.clock()
+        stood_still = now - self._looked if now - self._looked > 1 else 0.0
+        self._looked = now
+        before, self._seen = self._seen, {}
+        for name, beat in beats.items():
+            last, since = before.get(name, (None, now))
+            self._seen[name] = (beat, since + stood_still if last == beat else now)
+        return [name for name, (_, since) in self._seen.items() if now - since > self.timeout]
+
+
+class Supervisor:
+    """Processes of a run by name, and what they say.
+
+    Args:
+        ctx: multiprocessing's spawn context.
+        out: the run's folder.
+        board: the shared notice board.
+        logs: queue for their log records.
+        heard: called with (name, kind, value) for each message.
+        died: called with (name, how) for each child that ended while it should not have.
+        timeout: seconds without a sign of life after which a child counts as hanging.
+    """
+
+    def __init__(self, ctx, out: Path, board: Board, logs, heard: Callable, died: Callable, timeout: float) -> None:
+        self.ctx, self.out, self.board, self.logs, self.heard, self.died = ctx, out, board, logs, heard, died
+        self.processes: dict = {}
+        self.manager = None
+        self.ending = False  # from now on a child may end
+        self._pipes: dict = {}  # name -> receiving end of its messages
+        self._pids = {"parent": os.getpid()}
+        self._heartbeats = Heartbeats(timeout)
+        self._hung: set[str] = set()
+
+    # --- starting ---------------------------------------------------------------------------------------------
+
+    def spawn(self, name: str, module: str, variables: dict[str, str], device: str, args: tuple) -> None:
+        """Start `module.main(child, *args)` in a process of its own, with these environment variables."""
+        receiving, sending = self.ctx.Pipe(duplex=False)
+        common = (module, name, self.board, sending, self.logs, device, self.out)
+        process = self.ctx.Process(target=child.run, args=(*common, args), name=name, daemon=True)
+        self.board.set(Board.row(name), "alive", time.time())
+        with uninterrupted(), environment(variables):
+            process.start()
+        sending.close()
+        self.processes[name], self._pipes[name] = process, receiving
+        self._note_pid(name, process.pid)
+
+    def adopt(self, manager, pid: int) -> None:
+        """Watch the buffer's Manager too."""
+        self.manager = manager
+        self._note_pid("buffer", pid)
+
+    def forget(self, name: str) -> None:
+        """A child that has done its job, or that a new one takes the place of."""
+        self.processes.pop(name).join()
+        pipe = self._pipes.pop(name, None)
+        if pipe:
+            pipe.close()
+        self._pids.pop(name)
+
+    def _note_pid(self, name: str, pid: int) -> None:
+        self._pids[name] = pid
+        (self.out / "pids.json.new").write_text(json.dumps(self._pids, indent=2) + "\n")
+        os.replace(self.out / "pids.json.new", self.out / "pids.json")
+
+    # --- watching ---------------------------------------------------------------------------------------------
+
+    def listen(self, timeout: float) -> None:
+        """Take in messages for up to `timeout` seconds; report children that died."""
+        sentinels = {p.sentinel: n for n, p in self.processes.items() if not self.ending or p.is_alive()}
+        if self.manager and not self.ending:
+            sentinels[self.manager._process.sentinel] = "buffer"
+        ready = wait([*self._pipes.values(), *sentinels], timeout)
+        for name, pipe in list(self._pipes.items()):
+            if pipe in ready:
+                self._drain(name, pipe)
+        for sentinel in ready:
+            if sentinel in sentinels and not self.ending:
+                name = sentinels[sentinel]
+                self._drain(name, self._pipes.get(name))  # its last words come before its end
+                self.died(name, self.how_it_ended(name))
+
+    def _drain(self, name: str, pipe) -> None:
+        while pipe and pipe.poll():
+            try:
+                message = pipe.recv()
+            except (EOFError, OSError):  # closed, or killed in the middle of a message
+                del self._pipes[name]
+                pipe.close()
+                return
+            self.heard(name, *message)
+
+    def how_it_ended(self, name: str) -> str:
+        """In words; and how a child that hung was ended."""
+        process = self.manager._process if name == "buffer" else self.processes[name]
+        process.join(1.0)
+        code = process.exitcode
+        if name in self._hung:
+            self._hung.discard(name)
+            return f"hung ({self._heartbeats.timeout:g} s without a sign of life) and was killed"
+        return f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+
+    def check_heartbeats(self) -> None:
+        """Kill a searcher that hangs (its death is then reported like any other).
+
+        Raises:
+            Failed: when the trainer or the buffer's Manager hangs.
+        """
+        names = [n for n, p in self.processes.items() if p.is_alive()] + (["buffer"] if self.manager else [])
+        beats = {name: self.board.get(Board.row(name), "alive") for name in names}
+        for name in self._heartbeats.late(beats):
+            if name.startswith("searcher-"):
+                self._hung.add(name)
+                self.processes[name].kill()
+            else:
+                if name == "buffer":
+                    self.manager._process.kill()  # or others would wait for it while they end
+                raise Failed(f"{name} hangs: no sign of life for {self._heartbeats.timeout:g} s (--heartbeat-timeout)")
+
+    def is_gone(self, name: str, patience: float = 1.0) -> bool:
+        """Whether a child has ended, or does so within `patience` seconds: others stumble over it first."""
+        process = self.manager and self.manager._process if name == "buffer" else self.processes.get(name)
+        if process:
+            process.join(patience)
+        return bool(process) and not process.is_alive()
+
+    # --- ending -----------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """End all children at once."""
+        for process in self.processes.values():
+            process.kill()
+
+    def stop(self, deadline: Callable[[], float]) -> None:
+        """Give the children until `deadline()`, time.time() and asked again and again, then end the rest."""
+        self.ending = True
+        while any(p.is_alive() for p in self.processes.values()) and time.time() < deadline():
+            self.listen(0.05)
+        self.kill()
+        for process in self.processes.values():
+            process.join()
+        if self.manager:
+            self.manager._process.kill()  # a shutdown would wait for one that hangs; there is nothing in it to save
+            self.manager._process.join()
+            with contextlib.suppress(OSError):
+                self.manager.shutdown()

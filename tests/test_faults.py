@@ -1,0 +1,483 @@
+"""Faults that are really injected into whole runs: killed, stopped and raising processes, bad data, full disks.
+
+The shorter ones use `--engine hf`, which starts in seconds; those where the engine matters are slow and use vLLM.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ENDLESS, ROOT, SHORT
+
+import tba_min
+from buffer import unpack
+from checkpoint import all_in, load_buffer
+from metrics import read_jsonl
+from policy import load_policy
+
+TIMES = {"seconds", "seconds_after", "busy_trainer", "busy_searchers"}  # of a row; the rest must repeat
+BAD = """
+import time
+class Bad:
+    train = validation = heldout = [f"{i}+1=" for i in range(10, 60)]
+    def reward(self, prompt, answer):
+        ACT
+        return float(len(answer) % 2)
+    def is_right(self, prompt, answer):
+        return len(answer) > 4
+def make_task():
+    return Bad()
+"""
+
+
+def bad_task(folder, act: str) -> str:
+    (folder / "bad.py").write_text(BAD.replace("ACT", act))
+    return f"{folder / 'bad.py'}:make_task"
+
+
+def running(job):
+    """Wait until it trains; its processes."""
+    return job.wait_for(lambda j: len(j.rows()) > 3 and j.family())
+
+
+def checkpoints(job) -> list:
+    return all_in(job.out / "checkpoints")
+
+
+def searcher_rows(job, i=0) -> list[dict]:
+    return read_jsonl(job.out / f"searcher-{i}.jsonl")
+
+
+# --- a child dies -------------------------------------------------------------------------------------------------
+
+
+def assert_goes_on_after(job, kill, incarnation=1):
+    """After `kill()` searcher 0 comes back, trains on, and nothing that was handed over is lost."""
+    before = job.rows()[-1]["generated"]
+    kill()
+    back = job.wait_for(lambda j: [r for r in searcher_rows(j) if r["incarnation"] == incarnation], 200)
+    assert back[0]["generated"] >= before - 64
+    assert back[0]["version"] > 0  # fresh weights, not those of the start
+    trained = len(job.rows())
+    job.wait_for(lambda j: len(j.rows()) > trained + 20)
+    family = job.family()
+    job.interrupt()
+    assert job.wait(60) == 130, job.text
+    job.assert_nothing_left(family)
+    assert job.text.count("started again (1 of --max-restarts 5)") == 1
+    summary = job.summary()
+    assert summary["restarts"] == 1 and 0 <= summary["trajectories_lost"] <= 64
+    uids = [t.uid for t in unpack(load_buffer(checkpoints(job)[-1])["trajectories"])]
+    assert len(set(uids)) == len(uids) and {u[1] for u in uids} == {0, 1}
+    assert [r["step"] for r in job.rows()] == list(range(len(job.rows())))
+
+
+@pytest.mark.parametrize("sync", ["eager", pytest.param("barrier", marks=pytest.mark.slow)])
+def test_a_killed_searcher_is_started_again(start_job, tiny_folder, sync):
+    job = start_job(*ENDLESS, "--sync", sync, "--model", tiny_folder)
+    running(job)
+    assert_goes_on_after(job, lambda: os.kill(job.pids()["searcher-0"], signal.SIGKILL))
+    assert "searcher-0 was killed by SIGKILL" in job.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_vllm_searcher_that_dies_or_hangs_is_started_again(start_job, tiny_folder, signum):
+    job = start_job(*ENDLESS, "--engine", "vllm", "--heartbeat-timeout", 5, "--model", tiny_folder)
+    running(job)
+    assert_goes_on_after(job, lambda: os.kill(job.pids()["searcher-0"], signum))
+    how = "was killed by SIGKILL" if signum == signal.SIGKILL else "hung (5 s without a sign of life)"
+    assert f"searcher-0 {how}" in job.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["eager", "barrier"])
+def test_the_others_go_on_while_one_is_started_again(start_job, tiny_folder, sync):
+    job = start_job(*ENDLESS, "--sync", sync, "--searchers", 2, "--replay-ratio", 0.5, "--model", tiny_folder)
+    job.wait_for(lambda j: j.rows() and searcher_rows(j, 1) and searcher_rows(j, 0))
+    os.kill(job.pids()["searcher-1"], signal.SIGKILL)
+    job.wait_for(lambda j: "started again" in j.printed())
+    at = len(job.rows())
+    job.wait_for(lambda j: len(j.rows()) > at + 5)
+    assert not [r for r in searcher_rows(job, 1) if r["incarnation"] == 1], "this test was too slow to see it"
+    job.wait_for(lambda j: [r for r in searcher_rows(j, 1) if r["incarnation"] == 1 and r["handed_over"] > 0])
+    family = job.family()
+    job.interrupt()
+    assert job.wait(60) == 130, job.text
+    job.assert_nothing_left(family)
+
+
+@pytest.mark.slow
+def test_a_searcher_that_dies_again_and_again_ends_the_run(start_job, tiny_folder):
+    job = start_job(*ENDLESS, "--max-restarts", 0, "--model", tiny_folder)
+    family = running(job)
+    os.kill(job.pids()["searcher-0"], signal.SIGKILL)
+    assert job.wait(30) == 1, job.text
+    job.assert_nothing_left(family)
+    assert "searcher-0 was killed by SIGKILL, and --max-restarts 0 allows no further start" in job.text
+    assert job.summary()["outcome"] == "failed" and checkpoints(job)  # what was learnt is kept
+
+
+@pytest.mark.parametrize("victim", ["trainer", "buffer"])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_dead_or_hanging_trainer_or_buffer_ends_the_run(start_job, tiny_folder, victim, signum):
+    job = start_job(*ENDLESS, "--checkpoint-every", 5, "--heartbeat-timeout", 3, "--model", tiny_folder)
+    family = running(job)
+    job.wait_for(checkpoints)
+    os.kill(job.pids()[victim], signum)
+    assert job.wait(40) == 1, job.text
+    job.assert_nothing_left(family)
+    how = f"{victim} was killed by SIGKILL" if signum == signal.SIGKILL else f"{victim} hangs: no sign of life for 3 s"
+    assert job.text.count(f"tba_min: the run failed: {how}") == 1 and "Traceback" not in job.text
+    assert f"--resume {job.out}` goes on from step-" in job.text
+    if victim == "trainer" and signum == signal.SIGKILL:
+        assert_resumes(start_job, job)
+
+
+def assert_resumes(start_job, job):
+    """It goes on with buffer and counters, and no update is missing or done twice."""
+    last = checkpoints(job)[-1]
+    done, stored = int(last.name[5:]), len(load_buffer(last)["trajectories"][0])
+    assert stored > 0
+    again = start_job("--steps", done + 30, resume=job.out)
+    assert again.wait() == 0, again.text
+    again.assert_nothing_left()
+    assert [r["step"] for r in again.rows()] == list(range(done + 30))
+    summary, rows = again.summary(), again.rows()
+    assert summary["resumed_from"] == str(last) and summary["steps"] == done + 30
+    assert rows[done]["trained"] == 16 * (done + 1) and rows[done]["generated"] >= rows[done - 1]["generated"] - 64
+    assert any(int(age) > 0 for age in rows[done]["ages"])  # drawn from what the first part of the run had stored
+    end = load_buffer(checkpoints(again)[-1])
+    uids = [t.uid for t in unpack(end["trajectories"])]
+    assert len(set(uids)) == len(uids) > stored and {u[1] for u in uids} == {0, 1}
+    assert end["counts"]["duplicates"] == 0
+
+
+@pytest.mark.slow
+def test_a_killed_parent_leaves_no_vllm(start_job, tiny_folder):
+    job = start_job(*ENDLESS, "--engine", "vllm", "--model", tiny_folder)
+    family = running(job)
+    job.process.kill()
+    job.wait(30)
+    job.assert_nothing_left(family)
+
+
+# --- errors in what the user brings -------------------------------------------------------------------------------
+
+
+def test_an_error_in_a_reward_is_shown_once_and_ends_the_run(start_job, tiny_folder, tmp_path):
+    task = bad_task(tmp_path, 'raise KeyError("no such grader")')
+    job = start_job(*SHORT, "--engine", "hf", "--model", tiny_folder, "--task", task)
+    assert job.wait(90) == 1
+    job.assert_nothing_left()
+    assert job.text.count("Traceback") == 1
+    assert "in grading prompt '" in job.text and "+1=', answer '" in job.text
+    assert "searcher-0 ended with exit code 1: started again" in job.text
+    assert "the run failed: searcher-0 raised the same again: KeyError: 'no such grader'" in job.text
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_once_is_forgiven(start_job, tiny_folder, tmp_path):
+    flag = tmp_path / "failed"
+    task = bad_task(tmp_path, f'import os; os.path.exists(r"{flag}") or (open(r"{flag}", "w"), 1 / 0)')
+    job = start_job(*SHORT, "--engine", "hf", "--model", tiny_folder, "--task", task)
+    assert job.wait(90) == 0, job.text
+    job.assert_nothing_left()
+    assert "ZeroDivisionError" in job.text and job.summary()["restarts"] == 1
+
+
+def test_bad_rewards_and_answers_are_counted(start_job, tiny_folder, tmp_path):
+    """NaN, infinite, and endless rewards; answers at their longest; texts that are none."""
+    act = "if prompt == '10+1=' or prompt == '11+1=': return float('nan' if answer < '5' else 'inf')\n"
+    act += "        if prompt == '12+1=' and answer < '1':\n            while True: pass"
+    task = bad_task(tmp_path, act)
+    args = ["--reward-timeout", 0.05, "--max-new-tokens", 2, "--replay-ratio", 0.5, "--steps", 60]
+    job = start_job(*SHORT, *args, "--engine", "hf", "--model", tiny_folder, "--task", task)
+    assert job.wait(90) == 0, job.text
+    job.assert_nothing_left()
+    summary = job.summary()
+    assert summary["bad_rewards"] > 10 and summary["truncated"] > summary["trajectories_generated"] / 2
+    assert "is nan: it counts as 0" in job.text + (job.out / "run.log").read_text()
+    assert "only counted" in job.text and job.text.count("it counts as 0") == 5
+    rewards = [t.reward for t in unpack(load_buffer(checkpoints(job)[-1])["trajectories"])]
+    assert np.isfinite(rewards).all() and set(rewards) == {0.0, 1.0}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(start_job, tiny_folder, tmp_path):
+    task = bad_task(tmp_path, "return 1e30 * len(answer)")
+    job = start_job(*SHORT, "--engine", "hf", "--sync", "onpolicy", "--model", tiny_folder, "--task", task)
+    assert job.wait(90) == 1
+    assert "update 0: the loss is" in job.text and "prompt" in job.text
+    with np.load(job.out / "bad-batch-0.npz") as kept:
+        (trajectories, *_) = (kept[name] for name in kept.files)
+    assert len(trajectories) == 16 and (trajectories["reward"] > 1e29).any()
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("fault", [pytest.param("NaN weights", marks=pytest.mark.slow), "a long prompt"])
+def test_what_the_model_cannot_take_is_refused_in_one_line(start_job, tiny_folder, tmp_path, fault):
+    folder, task = tiny_folder, bad_task(tmp_path, "")
+    if fault == "NaN weights":
+        folder = tmp_path / "nan"
+        shutil.copytree(tiny_folder, folder)
+        model = load_policy(folder)
+        model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+        model.save_pretrained(folder)
+        expected = f"--model {folder}: its weight model.layers.1.mlp.up_proj.weight is not finite everywhere"
+    else:
+        text = (tmp_path / "bad.py").read_text().replace('"{i}+1="', '"{i}" + "+1" * 40 + "="')
+        (tmp_path / "bad.py").write_text(text)
+        expected = "has 83 tokens; with --max-new-tokens 8 that is more than the 64 that the model takes"
+    job = start_job(*SHORT, "--engine", "hf", "--model", folder, "--task", task)
+    assert job.wait(60) == 1
+    assert job.text.count(expected) == 1 and "Traceback" not in job.text
+    assert "started again" not in job.text
+    job.assert_nothing_left()
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+@pytest.mark.parametrize("loss", ["--log-z learned", pytest.param("--loss tba_prime", marks=pytest.mark.slow)])
+def test_onpolicy_with_hf_repeats_and_resumes_bit_by_bit(start_job, tiny_folder, loss):
+    """Two runs with one seed are the same run; and so is one that was killed and resumed on the way."""
+    args = [*SHORT, "--engine", "hf", "--sync", "onpolicy", "--max-seconds", 0, "--model", tiny_folder, *loss.split()]
+    args += ["--steps", 40, "--checkpoint-every", 6, "--ref-reset-every", 4]
+    whole = start_job(*args)
+    assert whole.wait() == 0, whole.text
+    broken = start_job(*args)
+    broken.wait_for(lambda j: checkpoints(j) and len(j.rows()) > 8)
+    os.kill(broken.pids()["trainer"], signal.SIGKILL)
+    assert broken.wait() == 1
+    last = int(checkpoints(broken)[-1].name[5:])
+    assert 6 <= last < 40
+    expected, first = without_times(whole.rows()), without_times(broken.rows())
+    assert len(first) >= last and first == expected[: len(first)]
+    again = start_job(resume=broken.out)
+    assert again.wait() == 0, again.text
+    again.assert_nothing_left()
+    assert without_times(again.rows()) == expected
+    a, b = (load_policy(checkpoints(job)[-1]) for job in (whole, again))
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert [e[2] for e in whole.summary()["evaluations"]] == [e[2] for e in again.summary()["evaluations"]]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, tiny_folder):
+    """A run that has ended, with two checkpoints. Tests work on copies."""
+    from conftest import Job
+
+    job = Job(tmp_path_factory.mktemp("ended") / "run", *SHORT, *["--engine", "hf", "--checkpoint-every", "8"],
+              "--model", tiny_folder)  # fmt: skip
+    assert job.wait() == 0, job.text
+    assert [p.name for p in checkpoints(job)] == ["step-8", "step-12"]
+    return job.out
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def change(key, value):
+    def act(path):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+    return act
+
+
+DAMAGES = {
+    "a file cut short": ("checkpoints/step-12/trainer.pt", cut, "bytes where"),
+    "a flipped bit": ("checkpoints/step-12/model.safetensors", flip, "SHA-256"),
+    "a flipped bit in the buffer": ("checkpoints/step-12/buffer.npz", flip, "SHA-256"),
+    "a missing file": ("checkpoints/step-12/progress.json", os.unlink, "is missing"),
+    "a cut manifest": ("checkpoints/step-12/manifest.json", cut, "is damaged"),
+    "a later format": ("checkpoints/step-12/manifest.json", change("format", 99), "of format 99"),
+    "a cut config": ("config.json", cut, "is damaged"),
+    "another version's config": ("config.json", change("velocity", 3), "another version or damaged"),
+    "a config with a wrong type": ("config.json", change("steps", "many"), "steps is 'many'"),
+    "no config": ("config.json", os.unlink, "can't be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_run_is_refused_in_one_line(ended, tmp_path, capsys, name):
+    file, damage, expected = DAMAGES[name]
+    out = tmp_path / "run"
+    shutil.copytree(ended, out)
+    damage(out / file)
+    assert tba_min.main(["--resume", str(out), "--steps", "20"]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and str(out / file) in text and expected in text
+    assert ("remove that folder to go on from step-8" in text) == file.startswith("checkpoints")
+
+
+def test_what_a_run_was_started_with_stays(ended, capsys):
+    assert tba_min.main(["--resume", str(ended), "--loss", "grpo"]) == 2
+    assert "--loss grpo: the run to resume has tb" in capsys.readouterr().err
+    assert tba_min.main(["--resume", str(ended / "nothing")]) == 2
+    assert "config.json can't be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [cut, lambda p: p.write_bytes(b"no such thing"), lambda p: p.write_bytes(b"")])
+def test_a_damaged_model_is_refused_in_one_line(tiny_folder, tmp_path, capsys, damage):
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    damage(tmp_path / "model" / "model.safetensors")
+    assert tba_min.main([*SHORT, "--engine", "hf", "--model", str(tmp_path / "model")]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and str(tmp_path / "model" / "model.safetensors") in text and "damaged" in text
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_checkpoint_before(start_job, tiny_folder):
+    """The trainer may write no file above 2 MB for a while: the optimizer's state has 2.8 MB."""
+    job = start_job(*ENDLESS, "--checkpoint-every", 10, "--keep-checkpoints", 3, "--model", tiny_folder)
+    job.wait_for(checkpoints)
+    trainer = psutil.Process(job.pids()["trainer"])
+    trainer.rlimit(psutil.RLIMIT_FSIZE, (2_000_000, psutil.RLIM_INFINITY))
+    job.wait_for(lambda j: "was not written" in j.printed())
+    kept = checkpoints(job)
+    done = len(job.rows())
+    job.wait_for(lambda j: len(j.rows()) > done + 20)  # it goes on
+    assert checkpoints(job) == kept and not list((job.out / "checkpoints").glob(".writing-*"))
+    trainer.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+    job.wait_for(lambda j: checkpoints(j) != kept)
+    trainer.rlimit(psutil.RLIMIT_FSIZE, (2_000_000, psutil.RLIM_INFINITY))
+    family = job.family()
+    job.interrupt()
+    assert job.wait(60) == 1, job.text  # what was learnt since could not be saved: that is a failure
+    job.assert_nothing_left(family)
+    assert "the last checkpoint was not written" in job.text
+    assert_resumes(start_job, job)
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(start_job, tiny_folder):
+    for _ in range(5):
+        job = start_job(*ENDLESS, "--checkpoint-every", 1, "--model", tiny_folder)
+        job.wait_for(lambda j: len(checkpoints(j)) > 1)
+        pid, root = job.pids()["trainer"], job.out / "checkpoints"
+        while not list(root.glob(".writing-*/manifest.json")):
+            pass
+        os.kill(pid, signal.SIGKILL)
+        assert job.wait(30) == 1
+        if list(root.glob(".writing-*")):
+            break
+    else:
+        pytest.fail("no kill fell into the writing of a checkpoint")
+    assert_resumes(start_job, job)
+    assert not list(root.glob(".writing-*"))
+
+
+@pytest.mark.slow
+def test_one_run_a_folder(start_job, tiny_folder, capsys):
+    job = start_job(*ENDLESS, "--checkpoint-every", 5, "--model", tiny_folder)
+    job.wait_for(checkpoints)
+    assert tba_min.main(["--resume", str(job.out)]) == 2
+    assert "a run is at work in this folder" in capsys.readouterr().err
+    job.interrupt()
+    assert job.wait(60) == 130
+    assert len(checkpoints(job)) == 2  # --keep-checkpoints
+
+
+# --- signals ------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_a_process_is_being_started_is_not_lost():
+    code = """
+import os, signal
+from child import uninterrupted
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(1))
+with uninterrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not got
+assert got
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_z_is_no_hang(start_job, tiny_folder):
+    """The whole run is stopped for longer than the heartbeat's timeout, and then goes on as if nothing had been."""
+    job = start_job(*ENDLESS, "--heartbeat-timeout", 3, "--model", tiny_folder)
+    family = running(job)
+    for process in family:
+        process.suspend()
+    time.sleep(5)
+    for process in reversed(family):
+        process.resume()
+    done = len(job.rows())
+    job.wait_for(lambda j: len(j.rows()) > done + 20)
+    job.interrupt()
+    assert job.wait(60) == 130, job.text
+    assert job.summary()["restarts"] == 0
+    job.assert_nothing_left(family)
+
+
+# --- long runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ten_thousand_updates_need_no_more_than_five_thousand(start_job, tiny_folder):
+    """Resident memory, open files, threads of every process, and /dev/shm."""
+    args = [*ENDLESS, "--steps", 10_000, "--prompts-per-batch", 2, "--samples-per-prompt", 2, "--max-new-tokens", 2]
+    args += ["--eval-every", 1000, "--buffer-capacity", 500, "--per-prompt-capacity", 8, "--replay-ratio", 1e9]
+    job = start_job(*args, "--model", tiny_folder)
+    seen: list[tuple[int, dict]] = []
+
+    def look(j):
+        seen.append((len(j.rows()), measure(j)))
+        time.sleep(1)
+        return seen[-1][0] >= 9_500
+
+    job.wait_for(look, 900)
+    family = job.family()
+    assert job.wait() == 0, job.text
+    job.assert_nothing_left(family)
+    for name in seen[-1][1]:
+        early = [m[name] for n, m in seen if 2_500 < n < 5_000 and name in m]
+        late = [m[name] for n, m in seen if n > 7_500 and name in m]
+        rss, files, threads = (max(column) for column in zip(*early, strict=True))
+        assert max(m[0] for m in late) < 1.05 * rss + 15e6, name  # bounded lists fill: spans of the timeline
+        assert max(m[1] for m in late) <= files + 2 and max(m[2] for m in late) <= threads + 1, name
+
+
+def measure(job) -> dict[str, tuple[int, int, int]]:
+    """Of each process by name: resident bytes, open files, threads; and of /dev/shm its number of files."""
+    out = {"/dev/shm": (0, len(os.listdir("/dev/shm")), 0)}
+    for name, pid in job.pids().items():
+        try:
+            process = psutil.Process(pid)
+            out[name] = (process.memory_info().rss, process.num_fds(), process.num_threads())
+        except psutil.Error:  # it ends
+            continue
+    return out
+
+
+def test_the_configuration_survives_its_file(tmp_path):
+    import config
+
+    default = config.resolve(config.Config(gpus=0, engine="hf"))
+    for changed in (default, dataclasses.replace(default, beta=1, out="x", max_seconds=3)):
+        config.save(changed, tmp_path / "config.json")
+        assert config.load(tmp_path / "config.json") == changed
