@@ -117,7 +117,7 @@ for inverse in (0.0, 1.0, INVERSE_TEMPERATURE):
 # Now we replay the whole recording: at each trainer update, what came then is added, and a batch is drawn. (Nobody
 # learns from it here. The stream was written by its own run, and stays what it was.)
 #
-# > **Predict:** after 200 updates with nothing thrown away, what does the histogram of ages in the buffer look like?
+# > **Predict:** late in the run, with nothing thrown away, what does the histogram of ages in the buffer look like?
 # > And that of the drawn ones, for $m = 0$, $m = 0.75$ and $m = 1$?
 
 
@@ -136,9 +136,9 @@ plots.picture(plots.histograms(panels, np.linspace(0, UPDATES, 25), "age [traine
 
 # %% [markdown]
 # **Answer:** the stored ages are spread over the whole run, a little of each age. (The far end is thin: only the last updates
-# can see answers that old.) With $m = 0$ the draw looks like the store: half of what
-# the trainer learns from was written by a model that is long gone. With $m = 1$ all of it is new. With $m = 0.75$ it is
-# a mixture: most is fresh, and a quarter is of any age.
+# can see answers that old.) With $m = 0$ the draw looks like the store: most of what the trainer learns from was written
+# by a model that is long gone. With $m = 1$ all of it is new. With $m = 0.75$ it is a mixture: three quarters are fresh,
+# and a quarter is of any age.
 #
 # ## A small buffer forgets
 #
@@ -183,7 +183,8 @@ plots.picture(plots.curves(series, "trainer updates", "share of right answers", 
 # %% [markdown]
 # **Answer:** not in the beginning! Each prompt then holds 16 answers, and a batch takes 16 of it: there is nothing to
 # choose. Only when prompts come back and hold 32 and more, nearly everything that is drawn is right. Whether that is good
-# is another question: the trainer then hardly sees what is wrong, and TB learns from *differences* in a group.
+# is another question: the trainer then hardly sees what is wrong, and trajectory balance (the loss of notebook 1) learns
+# from *differences* in a group.
 #
 # ## How many different answers?
 #

@@ -94,7 +94,7 @@ plots.picture(plots.gantt(panels, 20.0, "The first 20 seconds: hatched is waitin
 # newest data only here, $m = 1$, so that all age is the protocol's.)
 #
 # > **Predict:** on-policy, all ages are 0. What does the age look like over time in `barrier` with $k = 2$? In `eager`? And
-# > the loss below it: does it suffer?
+# > the loss below it (trajectory balance, TB, of notebook 1, on 32 prompts of its kind): does it suffer?
 
 
 # %%

@@ -83,7 +83,8 @@ for prompt, before, after in default.answers:
 #
 # ## The loss
 #
-# > **Predict:** does the loss go to 0, as it nearly did in notebook 1?
+# > **Predict:** the loss is trajectory balance (TB, notebook 1), shown times $\beta^2$ so that its unit is that of the reward,
+# > squared. Does it go to 0, as it nearly did in notebook 1?
 
 # %%
 plots.picture(plots.loss(default.rows))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_clock import FakeClock, Nothing, Setting, play
+from fake_clock import FakeClock, Nothing, Setting, play, play_all
 
 SETTINGS = st.builds(
     Setting,
@@ -105,6 +105,19 @@ def test_the_same_setting_is_the_same_story():
     one = Setting(sync="barrier", k=3, updates=15)
     assert play(one) == play(one)
     assert play(one).spans != play(replace(one, seed=1)).spans
+
+
+def test_all_three_in_one_call():
+    worlds = []
+
+    class Counting(Nothing):
+        def __init__(self, mark):
+            worlds.append(mark)
+
+    stories = play_all(Setting(), Counting, {"mark": 7}, updates=4, searchers=2)
+    assert list(stories) == ["onpolicy", "barrier", "eager"] and worlds == [7, 7, 7]
+    assert [s.setting.k for s in stories.values()] == [1, 2, 1]
+    assert all(len(s.updates) == 4 and s.setting.searchers == 2 for s in stories.values())
 
 
 def test_everyone_waiting_is_an_error():

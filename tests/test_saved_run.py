@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from buffer import ReplayBuffer, Trajectory, pack
-from saved_run import SAVED, arrivals, keep, keep_stream, read_run, read_stream, replay
+from saved_run import SAVED, arrivals, as_text, gathered, keep, keep_stream, over_time, read_run, read_stream, replay
 
 RUNS = ["default", "m_0", "huge_k", "small_beta"]
 
@@ -70,6 +70,11 @@ def test_a_stream_arrives_in_groups_and_is_drawn_from():
     assert [set(r["drawn_ages"]) for r in rows] == [{1}] * 3  # the newest two groups only
     assert sorted(set(rows[-1]["stored_ages"])) == [1, 2, 3]
     assert rows[-1]["stored_reward"] == 0.5
+    assert over_time(rows, "stored_reward", 2) == ([2, 3], [0.5, 0.5])
+    assert over_time(rows, "stored_ages") == ([1, 2, 3], [1.0, 1.5, 2.0])
+    assert len(gathered(rows, "drawn_ages", 1)) == 16
+    every = replay(there, ReplayBuffer(100, 100, 2), 2, 4, m=1.0, every=2)
+    assert [r["update"] for r in every] == [2]
 
 
 def test_the_saved_stream_is_a_run_that_learns():
@@ -80,3 +85,6 @@ def test_the_saved_stream_is_a_run_that_learns():
     assert set(rewards) == {0.0, 1.0}
     assert rewards[versions < 5].mean() < rewards[versions > 100].mean() - 0.1
     assert all(t.policy_version <= t.version_last for t in stream)
+    right = next(t for t in stream if t.reward)
+    text = as_text(right, prompts)
+    assert int(text[:2]) + int(text[3:5]) == int(text[6:9]) and text.endswith(f"by version {right.policy_version}")

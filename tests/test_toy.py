@@ -34,8 +34,9 @@ def test_the_target_is_the_best_policy_and_worth_beta_log_z():
     log_z = toy.exact_log_z(log_ref, p.reward, beta)
     others = toy.log_probabilities(torch.randn(2, toy.STATES, toy.VOCABULARY, generator=seeded(7)))
     for log_pi in (target, log_ref, others):
-        worth = (log_pi.exp() * p.reward).sum(1) - beta * toy.kl(log_pi, log_ref)
-        assert torch.allclose(worth, beta * log_z - beta * toy.kl(log_pi, target), atol=1e-5)
+        assert torch.allclose(
+            toy.worth(log_pi, log_ref, p.reward, beta), beta * log_z - beta * toy.kl(log_pi, target), atol=1e-5
+        )
     assert (toy.kl(others, target) > 0.1).all()
 
 
@@ -79,6 +80,14 @@ def test_a_lag_is_counted_in_updates():
     _, course = toy.by_lag("TB", [0, 3], 1, beta=0.25, rate=0.05, updates=8, last=1)
     assert (course.log_ratio[0] == 0).all() and (course.log_ratio[:, 0] == 0).all()
     assert (course.log_ratio[1:, 1].abs().amax(1) > 0).all()  # from update 1 on the writer is behind
+
+
+def test_rates_and_lags_are_rows_of_one_batch():
+    final, course = toy.by_lag("TB", [2], 2, beta=0.25, rate=0.02, updates=12, last=3)
+    assert final.shape == (1, 2) and torch.equal(final.flatten(), toy.final_kl(course, 3))
+    assert torch.allclose(toy.by_rate("TB", 2, [0.02], 2, beta=0.25, updates=12, last=3), final, rtol=1e-4)
+    slow, fast = toy.by_rate("TB", 0, [0.001, 0.05], 2, beta=0.25, updates=40, last=3)
+    assert (fast < slow).all()
 
 
 def test_a_world_writes_by_its_versions_and_learns():
