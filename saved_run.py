@@ -133,7 +133,7 @@ def keep(run: SavedRun, place: Path, timeline: bool) -> None:
     trace = run.trace if timeline else []
     head = {
         "config": {name: value for name, value in run.config.items() if name not in ("out", "cache")},
-        "summary": {name: _short(value) for name, value in summary.items() if name != "model"},
+        "summary": {name: _short(value) for name, value in summary.items() if name not in ("model", "checkpoint")},
         "ages": run.ages,
         "answers": run.answers,
     }

@@ -3,7 +3,7 @@
 #
 # **Question: who waits for whom?**
 #
-# Run time: about 20 seconds on 2 cores. Notebook 2 explains *searcher*, *trainer*, *replay buffer* and *age*.
+# Run time: about 10 seconds on 2 cores. Notebook 2 explains *searcher*, *trainer*, *replay buffer* and *age*.
 #
 # A run of this project is one trainer and N searchers. Searchers write answers with the weights that they have; the
 # trainer changes weights. Sometimes the searchers must get the new ones: that is a **sync**. There are three ways to

@@ -3,7 +3,7 @@
 #
 # **Question: how much faster is it, and when not at all?**
 #
-# Run time: about 1 minute on 2 cores. Notebook 3 explains the three protocols and the fake clock.
+# Run time: about 2 minutes on 2 cores. Notebook 3 explains the three protocols and the fake clock.
 #
 # "Asynchronous" sounds fast. But no protocol writes an answer sooner or makes an update shorter; it can only remove
 # waiting. So we ask: how much waiting is there to remove? All three ways get the same sample budget: the same number of
