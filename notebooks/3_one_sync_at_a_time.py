@@ -105,9 +105,7 @@ for name, story in stories.items():
     losses[name] = ends[9:], plots.smooth([u.metrics["imbalance"] for u in story.updates])
 mean_age = {name: np.mean(y[10:]) for name, (_, y) in ages.items()}
 ylabels = ("mean age\n[trainer updates]", "β² · TB loss\n[reward²]")
-title = (
-    f"Barrier learns from data {mean_age['barrier']:.1f} updates old, eager {mean_age['eager']:.1f}, and both sooner"
-)
+title = f"Barrier learns from data {mean_age['barrier']:.1f} updates old, eager {mean_age['eager']:.1f}; both are done sooner"
 plots.picture(plots.curves_above(ages, losses, "seconds (fake)", ylabels, title, log=("bottom",)))
 
 # %% [markdown]

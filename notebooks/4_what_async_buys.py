@@ -191,7 +191,8 @@ plots.picture(plots.curves(series, "seconds (fake)", "KL(π ‖ π*) [nats]", ti
 # ## Exercises
 #
 # 1. Set `TRAIN = 8`. From how many searchers on is it a waste to add another?
-# 2. A batch of 32 groups on 15 searchers leaves 2 groups over. How fast is on-policy with 31 searchers? (Change the list.)
+# 2. With 15 searchers on-policy has 16 devices that write, two groups each. How fast is it with 31 searchers, one group each?
+#    Work it out first, then change the list.
 
 # %%
 # What this notebook claims:
