@@ -337,25 +337,36 @@ class HfEngine(Engine):
                 break
             batch.append(self._waiting.pop(0))
             size += batch[-1][2]
-        rows = [prompt for _, prompt, n, _ in batch for _ in range(n)]
-        answers = iter(self._generate(rows, greedy))
+        answers = iter(self._generate([p for _, p, _, _ in batch], [n for _, _, n, _ in batch], greedy))
         return [(key, list(itertools.islice(answers, n))) for key, _, n, _ in batch]
 
     @torch.no_grad()  # not inference_mode: the trainer evaluates with the model that it trains
-    def _generate(self, prompts: list[np.ndarray], greedy: bool) -> list[Answer]:
+    def _generate(self, prompts: list[np.ndarray], counts: list[int], greedy: bool) -> list[Answer]:
+        """`counts[i]` answers to prompt i, in that order; each prompt's keys and values are computed once."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         width = max(map(len, prompts))
         ids = np.full((len(prompts), width), self._pad, np.int64)
         mask = np.zeros_like(ids)
-        for row, mask_row, prompt in zip(ids, mask, prompts, strict=True):
-            row[width - len(prompt) :] = prompt
+        for ids_row, mask_row, prompt in zip(ids, mask, prompts, strict=True):
+            ids_row[width - len(prompt) :] = prompt
             mask_row[width - len(prompt) :] = 1
+        row = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts))  # answer -> prompt
+        ids, mask = (torch.as_tensor(x, device=self.model.device) for x in (ids, mask))
+        started = {}
+        if width > 1 and max(counts) > 1:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[
+                :, :-1
+            ]  # all but the last token, which generate() goes on from
+            made = self.model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, use_cache=True)
+            made.past_key_values.batch_select_indices(row.to(ids.device))
+            started = {"past_key_values": made.past_key_values}
         recorder = _Recorder(1.0 if greedy else self._sampling.temperature, width)
         usual, self.model.generation_config = self.model.generation_config, GenerationConfig()  # no penalties etc.
         out = self.model.generate(
-            torch.as_tensor(ids, device=self.model.device),
-            attention_mask=torch.as_tensor(mask, device=self.model.device),
+            ids[row],
+            attention_mask=mask[row],
+            **started,
             generation_config=GenerationConfig(
                 do_sample=not greedy,
                 temperature=1.0,  # the recorder's matter

@@ -19,7 +19,7 @@ from buffer import RemoteBuffer, Trajectory
 from engine import Answer, Engine, HfEngine, Sampling, VllmEngine, import_vllm
 from loss import sequence_logprobs
 from metrics import Board, Clock, EventLog, JsonLines, backlog
-from policy import check_prompts, collate, load_policy, response_logprobs
+from policy import check_prompts, collate, distinct, load_policy, response_logprobs
 from tasks import reward_of
 from weights import SharedWeights, ask_for
 
@@ -188,16 +188,17 @@ class Searcher:
 
     @torch.inference_mode()
     def _log_ref(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
-        """log pi_ref(y|x) in nats of each (prompt, answer), in micro-batches."""
+        """log pi_ref(y|x) in nats of each (prompt, answer), in micro-batches of those that differ."""
         longest = max(len(p) + len(r) for p, r in pairs)
         size = max(1, self.config.micro_batch_tokens // longest)
+        first, kind = distinct(*zip(*pairs, strict=True))
         out: list[float] = []
-        for i in range(0, len(pairs), size):
-            prompts, responses = zip(*pairs[i : i + size], strict=True)
+        for i in range(0, len(first), size):
+            prompts, responses = zip(*(pairs[j] for j in first[i : i + size]), strict=True)
             tokens = collate(prompts, responses, 0, self.reference.device)
             logp = response_logprobs(self.reference, tokens, self.config.temperature)
             out += sequence_logprobs(logp, tokens.lengths).tolist()
-        return out
+        return [out[d] for d in kind]
 
 
 def make_engine(config, folder: str, tokenizer, stop_ids: list[int], longest: int, device: str, policy=None) -> Engine:

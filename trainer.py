@@ -24,6 +24,7 @@ from metrics import Board, Clock, EventLog, JsonLines, backlog, keep_rows_before
 from policy import (
     check_prompts,
     collate,
+    distinct,
     load_policy,
     load_tokenizer,
     logprobs_and_states,
@@ -144,25 +145,27 @@ class Learner:
         """What is minimised, scaled to one size of gradient at every beta, and metrics."""
         device, shape = self.model.device, (len(groups), len(groups[0]))  # P, K
         flat = [t for group in groups for t in group]
-        tokens = collate([t.prompt for t in flat], [t.response for t in flat], self.pad, device)
+        first, kind = distinct([t.prompt for t in flat], [t.response for t in flat])
+        tokens = collate([flat[i].prompt for i in first], [flat[i].response for i in first], self.pad, device)
         temperature, need_states = self.config.temperature, self.head is not None
-        token_logp, states = logprobs_and_states(self.model, tokens, temperature, need_states)  # [P*K, T], [P*K, T, H]
-        log_pi = sequence_logprobs(token_logp, tokens.lengths).view(shape)  # [P, K]
+        token_logp, states = logprobs_and_states(self.model, tokens, temperature, need_states)  # [D, T], [D, T, H]
+        token_logp, lengths = token_logp[kind], tokens.lengths[kind]  # [P*K, T], [P*K]
+        log_pi = sequence_logprobs(token_logp, lengths).view(shape)  # [P, K]
         log_ref, reward = group_tensors(groups, device)
         if self.reference is not None:
             with torch.no_grad():
                 ref = response_logprobs(self.reference, tokens, temperature)
-                log_ref = sequence_logprobs(ref, tokens.lengths).view(shape)
+                log_ref = sequence_logprobs(ref, tokens.lengths)[kind].view(shape)
         token_mu = pad_sequence([torch.as_tensor(t.log_mu) for t in flat], batch_first=True).to(device)  # [P*K, <=T]
         log_mu = token_mu.sum(1).view(shape)  # padding is 0
-        values = self.head(states).squeeze(-1).view(*shape, -1) if need_states else None  # [P, K, T] reward units
+        values = self.head(states).squeeze(-1)[kind].view(*shape, -1) if need_states else None  # [P, K, T] reward units
         if self.config.loss == "tb":
             log_z = None if values is None else values[:, :, 0].mean(1) / beta  # [P]; K times the same prompt
             loss = tb_loss(log_pi, log_ref, reward, beta, log_z)
             scaled = beta**2 * loss  # in reward units squared: clipping its gradient means the same at every beta
         else:
             token_logp, token_mu = token_logp.view(*shape, -1), _widen(token_mu, token_logp).view(*shape, -1)
-            lengths = tokens.lengths.view(shape)
+            lengths = lengths.view(shape)
             loss = self._baseline(log_pi, log_mu, log_ref, reward, beta, token_logp, token_mu, values, lengths)
             scaled = 2 * beta * loss  # where one of these is TB, its gradient is then that of beta^2 * tb_loss
         self._check_finite(loss, groups, log_pi, log_ref, reward)
