@@ -21,19 +21,14 @@ import time
 from pathlib import Path
 
 import psutil
+from common import RESULTS, ROOT, machine  # first: it puts our modules before the benches of the same names
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from accuracy import machine  # noqa: E402
-
-from buffer import unpack  # noqa: E402
-from checkpoint import all_in, load_buffer  # noqa: E402
-from metrics import read_jsonl  # noqa: E402
+from buffer import unpack
+from checkpoint import all_in, load_buffer
+from metrics import read_jsonl
 
 SMALL = 2_000_000  # bytes: a trainer that may write no larger file can't write its optimizer's state of 2.8 MB
 HEARTBEAT = 8  # seconds
-RESULTS = ROOT / "bench" / "results" / "soak.json"
 
 
 class Wrong(AssertionError):
@@ -252,7 +247,7 @@ def main() -> None:
     result |= {"survived": {kind: len(seconds) for kind, seconds in kinds.items()}, "faults": len(done)} | found
     print(json.dumps(result, indent=2))
     if args.minutes >= 30:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+        (RESULTS / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
     shutil.rmtree(soak.tmp)
 
 
