@@ -5,7 +5,7 @@ recency pool, otherwise from all that is stored, its answers then drawn uniforml
 (TBA, section 3.1). A Manager serves the buffer to the other processes; one lock guards it, and nothing in it waits.
 
 Departures from the paper: the recency pool of `eager` is the newest groups rather than the last sync's, because no
-sync ever happens there; deduplication is an option.
+sync ever happens there; deduplication is an option, and so is a limit on staleness.
 """
 
 import os
@@ -31,7 +31,7 @@ class Trajectory:
     log_ref: float  # log pi_ref(y|x), nats
     log_mu: np.ndarray  # [T] float32, log-probability of each token when it was sampled, nats
     policy_version: int  # trainer step whose weights wrote the first token
-    version_last: int  # ... the newest weights that may have written a token
+    version_last: int  # ... the last token
     searcher: int
 
 
@@ -124,11 +124,12 @@ class ReplayBuffer:
         self._stored: OrderedDict[tuple, Trajectory] = OrderedDict()  # uid -> trajectory, oldest first
         self._groups: dict[int, dict] = {}  # prompt_id -> {uid or answer: trajectory}, oldest first
         self._prompts = Bag()  # keys of _groups
+        self._versions: dict[int, set[tuple]] = {}  # policy_version -> uids
         self._recent: OrderedDict[int, dict[tuple, Trajectory]] = OrderedDict()  # the recency pool, oldest group first:
         self._pool = Bag()  # a group's number -> what is stored of it, by uid; its keys again, for drawing;
         self._number: dict[tuple, int] = {}  # and the other way round, uid -> its group's number
         self._next_number = 0
-        self._counts = {"added": 0, "evicted": 0, "duplicates": 0, "drawn": 0}
+        self._counts = {"added": 0, "evicted": 0, "expired": 0, "duplicates": 0, "drawn": 0}
 
     # --- adding -----------------------------------------------------------------------------------------------
 
@@ -167,6 +168,7 @@ class ReplayBuffer:
             self._prompts.add(t.prompt_id)
         group = self._groups[t.prompt_id]
         group[self._key(t)] = self._stored[t.uid] = t
+        self._versions.setdefault(t.policy_version, set()).add(t.uid)
         if len(group) > self.per_prompt:
             self._evict(next(iter(group.values())))
 
@@ -176,6 +178,9 @@ class ReplayBuffer:
 
     def _remove(self, t: Trajectory) -> None:
         del self._stored[t.uid]
+        self._versions[t.policy_version].remove(t.uid)
+        if not self._versions[t.policy_version]:
+            del self._versions[t.policy_version]
         group = self._groups[t.prompt_id]
         del group[self._key(t)]
         if not group:
@@ -186,6 +191,12 @@ class ReplayBuffer:
             del self._recent[number][t.uid]
             if not self._recent[number]:
                 self._unpool(number)
+
+    def _expire(self, min_version: int) -> None:
+        for version in [v for v in self._versions if v < min_version]:
+            self._counts["expired"] += len(self._versions[version])
+            for uid in list(self._versions[version]):
+                self._remove(self._stored[uid])
 
     def _pool_group(self, number: int, group: list[Trajectory]) -> None:
         if not group:
@@ -204,16 +215,23 @@ class ReplayBuffer:
     # --- drawing ----------------------------------------------------------------------------------------------
 
     def sample(
-        self, num_prompts: int, k: int, recency_prob: float = 0.0, inverse_temperature: float = 0.0
+        self,
+        num_prompts: int,
+        k: int,
+        recency_prob: float = 0.0,
+        inverse_temperature: float = 0.0,
+        min_version: int = 0,
     ) -> list[list[Trajectory]] | None:
         """Draw `num_prompts` distinct prompts with `k` answers each, or None while fewer prompts are stored.
 
         Each prompt comes with probability `recency_prob` from the recency pool, with answers of one group there
         (and older ones only where that group has too few), otherwise uniformly from all prompts, with answers by
         `reward_probs`. Answers are drawn without replacement, unless a prompt holds fewer than `k`: then all of them,
-        and again at random.
+        and again at random. What weights below `min_version` wrote leaves the buffer first.
         """
         with self._lock:
+            if min_version > 0:
+                self._expire(min_version)
             if len(self._prompts.keys) < num_prompts:
                 return None
             recent = (list(self._recent[number].values()) for number in self._pool.in_random_order(self._rng))
@@ -250,7 +268,8 @@ class ReplayBuffer:
     # --- looking, saving --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """Trajectories and prompts stored; trajectories added, evicted, replaced by a newer copy, drawn so far."""
+        """Trajectories and prompts stored; trajectories added, evicted for want of room, expired (too old to be trained
+        on), replaced by a newer copy, drawn so far."""
         with self._lock:
             return {"stored": len(self._stored), "prompts": len(self._prompts.keys)} | self._counts
 

@@ -5,7 +5,6 @@ A child takes the run's folder, board and pipes, does its job, and tells the par
 """
 
 import importlib
-import json
 import logging
 import logging.handlers
 import multiprocessing
@@ -25,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config import ConfigError
-from metrics import Board, Clock
+from metrics import Board, Clock, save_spans
 
 ORPHANED = 3  # exit code of a child whose parent is gone
 
@@ -86,9 +85,7 @@ def run(module: str, name: str, board: Board, messages: Connection, logs, device
         with child.clock.span("import"):
             target = importlib.import_module(module).main
         target(child, *args)
-        spans = out / f"{name}.spans.json"
-        spans.with_suffix(".new").write_text(json.dumps(child.clock.spans))
-        os.replace(spans.with_suffix(".new"), spans)  # whole or not at all: the parent's patience ends
+        save_spans(child.clock, out / f"{name}.spans.json")
     except ConfigError as error:  # what the user gave is wrong; where in our code that showed is of no use to them
         code = 1
         messages.send(("refused", str(error)))

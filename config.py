@@ -140,6 +140,15 @@ class Config:
     weights: Literal["auto", "cuda-ipc", "shared-memory"] = "auto"
     """How weights get to the searchers: from the trainer's GPU memory, or through shared host memory. `auto`: the first
     where it works."""
+    max_staleness: int = 0
+    """Oldest answers that are trained on, in trainer updates since the weights that wrote their first token; older ones
+    leave the buffer, and the trainer waits for fresher ones. 0: no limit. Least: k - 1."""
+    inflight_updates: bool = True
+    """eager: take new weights between two decode steps, while answers run. Off: let all of them end first."""
+    recompute_kv: bool = False
+    """eager, vllm: after an update compute the keys and values of running answers anew, with the new weights."""
+    event_log: bool = False
+    """Write every pull, answer and draw to events-<process>.jsonl, from which all staleness can be recounted."""
     vllm_memory: float = 0.0
     """Share of a GPU's memory that vLLM may take, 0 to 1; 0: computed from the model's size, at most .85."""
 
@@ -265,6 +274,12 @@ def _check_numbers(c: Config) -> None:
         ("--per-prompt-capacity", c.per_prompt_capacity, c.per_prompt_capacity >= c.S, f"at least S = {c.S}"),
         ("--replay-ratio", c.replay_ratio, c.replay_ratio > 0, "above 0"),
         ("--sync-every", c.sync_every, c.sync_every >= 1, "at least 1"),
+        (
+            "--max-staleness",
+            c.max_staleness,
+            c.max_staleness == 0 or c.max_staleness >= max(1, c.sync_every - 1),
+            f"0 (no limit) or at least --sync-every - 1 = {c.sync_every - 1}: between publications nothing is fresher",
+        ),
         ("--checkpoint-every", c.checkpoint_every, c.checkpoint_every >= 0, "0 (only at the end) or more"),
         ("--keep-checkpoints", c.keep_checkpoints, c.keep_checkpoints >= 1, "at least 1"),
         ("--max-restarts", c.max_restarts, c.max_restarts >= 0, "0 or more"),
@@ -289,6 +304,10 @@ def _check_engine(c: Config) -> None:
     if c.engine == "vllm" and not installed & wanted:
         have = f"only {', '.join(sorted(installed))} is" if installed else "no vLLM is"
         raise ConfigError(f"--engine vllm: --gpus {c.gpus} needs {wanted.pop()}, {have} installed; use --engine hf")
+    if c.recompute_kv and not (c.engine == "vllm" and c.sync == "eager" and c.inflight_updates):
+        raise ConfigError(
+            "--recompute-kv: answers run on across an update only with --engine vllm, --sync eager, --inflight-updates"
+        )
 
 
 def _find_model(model: str, dry_run: bool) -> str:

@@ -1,6 +1,6 @@
 """Generation engines behind one small interface: vLLM, and transformers' generate where vLLM can't be installed.
 
-    engine.load_weights(named_tensors)      new weights, between two steps
+    engine.load_weights(tensors, version)   new weights, between two steps
     engine.add(key, prompt, n)              ask for n answers to a prompt
     engine.step() -> [(key, answers)]       go on for a moment; the groups that are now complete
     engine.in_flight                        answers asked for and not yet finished
@@ -9,7 +9,8 @@
 vLLM runs inside the searcher's process: an engine process of its own costs 30 s more of start-up on a CPU and is one
 more thing to orphan. New weights enter through vLLM's own weight-update life cycle; calling `load_weights` on its model
 does not work on a CPU, where the linear layers hold repacked copies, and prefix caching stays off because cached keys
-and values would belong to older weights.
+and values would belong to older weights. Running requests go on across an update with the keys and values that older
+weights computed; `recompute_kv` has vLLM compute them anew.
 """
 
 import itertools
@@ -31,6 +32,8 @@ class Answer:
     tokens: np.ndarray  # [T] int32, the end-of-sequence token included
     log_mu: np.ndarray  # [T] float32, log-probability of each token at the sampling temperature, nats
     finish_reason: str  # "stop" or "length"
+    version_first: int = 0  # of the weights that wrote the first token
+    version_last: int = 0  # ... the last token
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Engine:
     """What both engines share."""
 
     in_flight: int
+    version: int  # of the weights that are loaded; a start model's is 0
 
     def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
         raise NotImplementedError
@@ -56,7 +60,7 @@ class Engine:
     def step(self) -> list[tuple[int, list[Answer]]]:
         raise NotImplementedError
 
-    def load_weights(self, named_tensors: NamedTensors) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int | None = None) -> None:
         raise NotImplementedError
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, greedy: bool = False) -> list[list[Answer]]:
@@ -72,21 +76,41 @@ class Engine:
 # --- vLLM -----------------------------------------------------------------------------------------------------------
 
 
-class VllmEngine(Engine):
-    """vLLM, driven step by step."""
+def import_vllm(device: str) -> None:
+    """Import vLLM (seconds), with the settings that it reads then."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records go where ours go
+    if torch.device(device).type == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from vllm import LLM  # noqa: F401 - vllm's top level is lazy
 
-    def __init__(self, folder: str, sampling: Sampling, device: str = "cpu", memory: float = 0.85, **options):
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records go where ours go
-        on_cpu = torch.device(device).type == "cpu"
-        if on_cpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+class VllmEngine(Engine):
+    """vLLM, driven step by step.
+
+    Args:
+        memory: share of a GPU's memory that vLLM may take.
+        recompute_kv: after an update, compute the keys and values of running requests with the new weights.
+        options: passed on to `vllm.LLM`.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        sampling: Sampling,
+        device: str = "cpu",
+        memory: float = 0.85,
+        recompute_kv: bool = False,
+        **options,
+    ):
+        import_vllm(device)
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
         _register_transfer_engine()
+        on_cpu = torch.device(device).type == "cpu"
         length = sampling.max_prompt + sampling.max_new_tokens
         block = 32  # the smallest on a CPU
         cpu_options = {
@@ -103,6 +127,7 @@ class VllmEngine(Engine):
             "max_num_seqs": sampling.in_flight,
             "max_num_batched_tokens": max(8192, length),
             "enable_prefix_caching": False,
+            "async_scheduling": False,  # a token's version label would be that of the step after
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature; the default ignores it
             "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
             "disable_log_stats": True,
@@ -112,7 +137,8 @@ class VllmEngine(Engine):
         self._llm = LLM(model=str(folder), **(common | (cpu_options if on_cpu else gpu_options) | options))
         self._engine = self._llm.llm_engine
         self.caches_prefixes = bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
-        self._sampling = sampling
+        self._sampling, self._recompute_kv = sampling, recompute_kv
+        self._label(0)
         self._ids = itertools.count()
         self._keys: dict[str, int] = {}
 
@@ -120,11 +146,20 @@ class VllmEngine(Engine):
     def in_flight(self) -> int:
         return self._engine.get_num_unfinished_requests()
 
+    def _label(self, version: int) -> None:
+        self.version = version
+        self._engine.set_weight_version(str(version))  # vLLM notes it with every token
+
     def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
+        name = str(next(self._ids))
+        self._keys[name] = key
+        self._engine.add_request(name, {"prompt_token_ids": prompt.tolist()}, self._params(n, greedy))
+
+    def _params(self, n: int, greedy: bool):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
+        return SamplingParams(
             n=n,
             temperature=0.0 if greedy else self._sampling.temperature,
             max_tokens=self._sampling.max_new_tokens,
@@ -134,30 +169,32 @@ class VllmEngine(Engine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        name = str(next(self._ids))
-        self._keys[name] = key
-        self._engine.add_request(name, {"prompt_token_ids": prompt.tolist()}, params)
 
     def step(self) -> list[tuple[int, list[Answer]]]:
         """One decode step of all requests in flight."""
         finished = [out for out in self._engine.step() if out.finished]
         return [(self._keys.pop(out.request_id), [_answer(c) for c in out.outputs]) for out in finished]
 
-    def load_weights(self, named_tensors: NamedTensors) -> None:
-        """Replace the weights. Running requests go on with the keys and values that older weights computed.
+    def load_weights(self, named_tensors: NamedTensors, version: int | None = None) -> None:
+        """Replace the weights; running requests go on.
 
         Args:
             named_tensors: all parameters, under their (unfused) Hugging Face names.
+            version: of these weights, by default the next one; answers name the versions that wrote them.
 
         Raises:
-            RuntimeError: when a layer kept its old weights, or vLLM its prefix cache (which it keeps while requests
-                run: with caching on, let them end first).
+            RuntimeError: when a layer kept its old weights, or vLLM its keys and values where it should not: without
+                `recompute_kv` it keeps a prefix cache while requests run (with caching on, let them end first).
         """
         rpc = self._engine.collective_rpc
         rpc("start_weight_update")
         rpc("update_weights", args=({"named_tensors": list(named_tensors)},))
         rpc("finish_weight_update")
-        if self.caches_prefixes and not self._engine.reset_prefix_cache():
+        self._label(self.version + 1 if version is None else version)
+        if self._recompute_kv:
+            if not self._engine.reset_prefix_cache(reset_running_requests=True):
+                raise RuntimeError("vLLM did not reset the keys and values of running requests")
+        elif self.caches_prefixes and not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: later answers would read keys of older weights")
 
 
@@ -166,7 +203,8 @@ def _answer(completion) -> Answer:
     log_mu = np.array(completion.logprobs.logprobs, np.float32)  # one candidate a position: the sampled token
     if len(tokens) != len(log_mu):
         raise RuntimeError(f"vLLM gave {len(log_mu)} log-probabilities for {len(tokens)} tokens")
-    return Answer(tokens, log_mu, completion.finish_reason)
+    spans = completion.weight_versions  # which version wrote which tokens
+    return Answer(tokens, log_mu, completion.finish_reason, int(spans[0].version), int(spans[-1].version))
 
 
 TRANSFER = "tba_min"
@@ -270,7 +308,7 @@ class HfEngine(Engine):
     """transformers' generate, in batches: a batch drains before the next one starts."""
 
     def __init__(self, model, sampling: Sampling, pad: int):
-        self.model, self._sampling, self._pad = model, sampling, pad
+        self.model, self._sampling, self._pad, self.version = model, sampling, pad, 0
         self._waiting: list[tuple[int, np.ndarray, int, bool]] = []
 
     @property
@@ -280,13 +318,14 @@ class HfEngine(Engine):
     def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
         self._waiting.append((key, prompt, n, greedy))
 
-    def load_weights(self, named_tensors: NamedTensors) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int | None = None) -> None:
         own = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, tensor in named_tensors:
                 own.pop(name).copy_(tensor)
         if own:
             raise ValueError(f"no new weights came for {sorted(own)}")
+        self.version = self.version + 1 if version is None else version
 
     def step(self) -> list[tuple[int, list[Answer]]]:
         """Answer as many waiting prompts as fit into a batch, to the end."""
@@ -298,25 +337,36 @@ class HfEngine(Engine):
                 break
             batch.append(self._waiting.pop(0))
             size += batch[-1][2]
-        rows = [prompt for _, prompt, n, _ in batch for _ in range(n)]
-        answers = iter(self._generate(rows, greedy))
+        answers = iter(self._generate([p for _, p, _, _ in batch], [n for _, _, n, _ in batch], greedy))
         return [(key, list(itertools.islice(answers, n))) for key, _, n, _ in batch]
 
     @torch.no_grad()  # not inference_mode: the trainer evaluates with the model that it trains
-    def _generate(self, prompts: list[np.ndarray], greedy: bool) -> list[Answer]:
+    def _generate(self, prompts: list[np.ndarray], counts: list[int], greedy: bool) -> list[Answer]:
+        """`counts[i]` answers to prompt i, in that order; each prompt's keys and values are computed once."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         width = max(map(len, prompts))
         ids = np.full((len(prompts), width), self._pad, np.int64)
         mask = np.zeros_like(ids)
-        for row, mask_row, prompt in zip(ids, mask, prompts, strict=True):
-            row[width - len(prompt) :] = prompt
+        for ids_row, mask_row, prompt in zip(ids, mask, prompts, strict=True):
+            ids_row[width - len(prompt) :] = prompt
             mask_row[width - len(prompt) :] = 1
+        row = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts))  # answer -> prompt
+        ids, mask = (torch.as_tensor(x, device=self.model.device) for x in (ids, mask))
+        started = {}
+        if width > 1 and max(counts) > 1:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[
+                :, :-1
+            ]  # all but the last token, which generate() goes on from
+            made = self.model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, use_cache=True)
+            made.past_key_values.batch_select_indices(row.to(ids.device))
+            started = {"past_key_values": made.past_key_values}
         recorder = _Recorder(1.0 if greedy else self._sampling.temperature, width)
         usual, self.model.generation_config = self.model.generation_config, GenerationConfig()  # no penalties etc.
         out = self.model.generate(
-            torch.as_tensor(ids, device=self.model.device),
-            attention_mask=torch.as_tensor(mask, device=self.model.device),
+            ids[row],
+            attention_mask=mask[row],
+            **started,
             generation_config=GenerationConfig(
                 do_sample=not greedy,
                 temperature=1.0,  # the recorder's matter
@@ -335,7 +385,8 @@ class HfEngine(Engine):
     def _cut(self, tokens: np.ndarray, log_mu: np.ndarray) -> Answer:
         ends = np.flatnonzero(np.isin(tokens, self._sampling.stop_ids))
         length = ends[0] + 1 if len(ends) else len(tokens)
-        return Answer(tokens[:length].copy(), log_mu[:length].copy(), "stop" if len(ends) else "length")
+        reason = "stop" if len(ends) else "length"
+        return Answer(tokens[:length].copy(), log_mu[:length].copy(), reason, self.version, self.version)
 
 
 class _Recorder:

@@ -7,37 +7,63 @@ each written by one process only and read by any, without locks, because the loc
 import json
 import os
 import time
-from contextlib import contextmanager
+from collections import deque
 from pathlib import Path
 
 
 class Clock:
-    """Wall time of one process by what it was spent on, as named spans.
+    """Wall time of one process by what it was spent on, as named spans. Spans whose name starts with `wait` are idle.
 
     Args:
-        limit: most spans that are kept for the timeline; the sums go on beyond it.
+        limit: spans that are kept for the timeline, the newest ones; the sums hold all.
     """
 
     def __init__(self, limit: int = 200_000) -> None:
         self.seconds: dict[str, float] = {}
-        self.spans: list[tuple[str, float, float]] = []  # name, start, end: time.time(), seconds
-        self._limit = limit
+        self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=limit)  # name, start, end (time.time()), track
+        self._began = 0.0
+        self._before: dict[str, float] = {}
 
-    @contextmanager
-    def span(self, name: str):
-        """Time the body of a with statement as `name`; names that start with `wait` are idle time."""
-        start = time.time()
-        try:
-            yield
-        finally:
-            end = time.time()
-            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
-            if len(self.spans) < self._limit:
-                self.spans.append((name, start, end))
+    def span(self, name: str) -> "Span":
+        """Time the body of a with statement as `name`."""
+        return Span(self, name)
 
-    def waited(self) -> float:
-        """Seconds spent in spans whose name starts with `wait`."""
-        return sum(s for name, s in self.seconds.items() if name.startswith("wait"))
+    def add(self, name: str, start: float, end: float, track: int = 0) -> None:
+        """A span that has ended. Tracks above 0 are other threads, each with span names of its own."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+        self.spans.append((name, start, end, track))
+
+    def begin(self) -> None:
+        """The RL phase begins: `counted`, `waits` and `busy` are from here on."""
+        self._began, self._before = time.time(), dict(self.seconds)
+
+    def counted(self) -> dict[str, float]:
+        """Seconds by span name since `begin`; nothing before it."""
+        return {name: s - self._before.get(name, 0.0) for name, s in self.seconds.items()} if self._began else {}
+
+    def waits(self) -> dict[str, float]:
+        """Seconds waited since `begin`, by cause."""
+        return {name: s for name, s in self.counted().items() if name.startswith("wait") and s > 0}
+
+    def busy(self) -> float:
+        """Share of the time since `begin` that was not waited, 0 to 1; 0 before it."""
+        spent = time.time() - self._began if self._began else 0.0
+        return 1 - sum(self.waits().values()) / spent if spent > 0 else 0.0
+
+
+class Span:
+    """A span under way: `with clock.span(name)`."""
+
+    __slots__ = ("_clock", "_name", "_start")
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def __enter__(self) -> None:
+        self._start = time.time()
+
+    def __exit__(self, *_) -> None:
+        self._clock.add(self._name, self._start, time.time())
 
 
 class Board:
@@ -58,6 +84,7 @@ class Board:
         "undecodable",  # searcher: answers that are not valid text (U+FFFD in them)
         "bad_rewards",  # searcher: rewards that were not finite or took too long, and count as 0
         "version",  # trainer: published; searcher: loaded
+        "trained",  # trainer: trajectories trained, repeated ones counted each time
         "busy",  # share of the RL phase in which the process did not wait, 0 to 1
         "sync",  # trainer: sync wished for; parent: sync under way; searcher: sync arrived at (barrier)
         "go",  # parent: sync that is over (barrier)
@@ -109,21 +136,45 @@ def keep_rows_before(path: Path, step: int) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-def merge_timeline(out: Path) -> Path:
-    """Put the spans of all processes into `timeline.json`, the Chrome trace format (Perfetto opens it)."""
-    events = []
-    for row, path in enumerate(
-        sorted(out.glob("*.spans.json"), key=lambda p: (p.name != "trainer.spans.json", p.name))
-    ):
-        name = path.name.removesuffix(".spans.json")
+class EventLog:
+    """What happened in one process, in order, for `--event-log`; without a path nothing is written."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = JsonLines(path) if path else None
+
+    def write(self, event: str, **values) -> None:
+        if self._file:
+            self._file.write({"event": event} | values)
+
+
+def backlog(config, generated: float, trained: float) -> float:
+    """Updates that the replay ratio allows at once, without another answer: 0 is a starved trainer."""
+    return (config.replay_ratio * generated - trained) / (config.prompts_per_batch * config.K)
+
+
+def save_spans(clock: Clock, path: Path) -> None:
+    """Leave a process's spans for `merge_timeline`."""
+    path.with_suffix(".new").write_text(json.dumps({"spans": list(clock.spans), "waits": clock.waits()}))
+    os.replace(path.with_suffix(".new"), path)  # whole or not at all: the parent's patience ends
+
+
+def merge_timeline(out: Path) -> dict[str, dict[str, float]]:
+    """Put the spans of all processes into `timeline.json`, the Chrome trace format (Perfetto opens it).
+
+    Returns the seconds that each process waited in the RL phase, by cause.
+    """
+    events, waits = [], {}
+    paths = sorted(out.glob("*.spans.json"), key=lambda p: (p.name != "trainer.spans.json", p.name))
+    for row, path in enumerate(paths):
+        name, saved = path.name.removesuffix(".spans.json"), json.loads(path.read_text())
+        waits[name] = saved["waits"]
         events.append({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})
-        for span, start, end in json.loads(path.read_text()):
+        for span, start, end, track in saved["spans"]:
             microseconds = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
-            events.append({"name": span, "ph": "X", "pid": row, "tid": 0, **microseconds})
+            events.append({"name": span, "ph": "X", "pid": row, "tid": track, **microseconds})
         path.unlink()
-    place = out / "timeline.json"
-    place.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return place
+    (out / "timeline.json").write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return waits
 
 
 def read_jsonl(path: Path) -> list[dict]:

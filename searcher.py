@@ -4,8 +4,8 @@ In `eager` (the default) it drives the engine step by step, keeps it full, hands
 newer weights between two decode steps. In `barrier` (the paper's protocol) it generates in rounds, keeps what it wrote
 in D_local, and merges it when the parent calls a sync. `onpolicy` uses `Searcher.round` inside the trainer's process.
 
-Departure from the published code: a trajectory is stamped with the version of the weights that its engine had loaded
-when the prompt was handed to it, not with the trainer's clock, which would understate staleness.
+Departure from the published code: a trajectory is stamped with the versions of the weights that wrote its first and its
+last token, not with the trainer's clock, which would understate staleness.
 """
 
 import logging
@@ -17,10 +17,10 @@ import torch
 
 import cuda_ipc
 from buffer import RemoteBuffer, Trajectory
-from engine import Answer, Engine, HfEngine, Sampling, VllmEngine
+from engine import Answer, Engine, HfEngine, Sampling, VllmEngine, import_vllm
 from loss import sequence_logprobs
-from metrics import Board, Clock, JsonLines
-from policy import check_prompts, collate, load_policy, response_logprobs
+from metrics import Board, Clock, EventLog, JsonLines, backlog
+from policy import check_prompts, collate, distinct, load_policy, response_logprobs
 from tasks import reward_of
 from weights import SharedWeights, ask_for
 
@@ -47,11 +47,12 @@ class Searcher:
         engine: generates; its weights have version 0.
         reference: frozen Hugging Face model pi_ref.
         task, tokenizer: prompts as text, rewards on text.
-        config: generate_per_prompt, temperature, micro_batch_tokens, in_flight.
+        config: generate_per_prompt, temperature, micro_batch_tokens, in_flight, inflight_updates.
         stream: prompt ids.
         uid: (searcher, incarnation).
         clock: where the time goes.
         beat: called often, as a sign of life.
+        events: where pulls and answers are logged (--event-log).
     """
 
     COUNTS = ("generated", "tokens", "truncated", "undecodable", "bad_rewards")  # on the board (metrics.py) too
@@ -67,49 +68,73 @@ class Searcher:
         uid: tuple[int, int],
         clock: Clock,
         beat: Callable[[], None] = lambda: None,
+        events: EventLog | None = None,
     ) -> None:
         self.engine, self.reference, self.task, self.tokenizer = engine, reference, task, tokenizer
         self.config, self.stream, self.uid, self.clock, self.beat = config, stream, uid, clock, beat
-        self.version = 0
+        self.events = events or EventLog(None)
+        self.steps = 0  # of the engine
         self.generated = self.tokens = self.truncated = self.undecodable = self.bad_rewards = 0
         self._prompts: dict[int, np.ndarray] = {}  # prompt_id -> token ids
-        self._begun: dict[int, tuple[int, int]] = {}  # key of a running group -> (prompt_id, version)
+        self._begun: dict[int, int] = {}  # key of a running group -> prompt_id
         self._next_key = self._next_uid = 0
 
-    def pull(self, weights: SharedWeights) -> None:
-        """Load newer weights, if there are any."""
-        if weights.version > self.version:
-            with self.clock.span("pull weights"):
-                self.version, tensors = weights.read()
-                self.engine.load_weights(tensors)
+    @property
+    def version(self) -> int:
+        """Version of the weights that the engine has loaded."""
+        return self.engine.version
+
+    def pull(self, weights: SharedWeights) -> bool:
+        """Load newer weights, if there are any; False where running answers must end first."""
+        if weights.version <= self.version:
+            return True
+        if not self.config.inflight_updates and self.engine.in_flight:
+            return False
+        with self.clock.span("pull weights"):
+            version, tensors = weights.read()
+            self.engine.load_weights(tensors, version)
+        self.events.write("pull", engine_step=self.steps, version=version)
+        return True
 
     def refill(self, limit: int) -> None:
-        """Ask the engine for groups until `limit` answers are in flight."""
-        if self.engine.in_flight + self.config.S > limit:
+        """Ask the engine for groups until at least `limit` answers are in flight.
+
+        Up to S - 1 more wait in the engine for a place, so that its batch is full when a part of a group has ended.
+        """
+        if self.engine.in_flight >= limit:
             return
         with self.clock.span("add requests"):
-            while self.engine.in_flight + self.config.S <= limit:
-                prompt_id = next(self.stream)
-                self._begun[self._next_key] = (prompt_id, self.version)
-                self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
-                self._next_key += 1
+            while self.engine.in_flight < limit:
+                self._add()
+
+    def _add(self) -> None:
+        prompt_id = next(self.stream)
+        self._begun[self._next_key] = prompt_id
+        self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
+        self.events.write("add", engine_step=self.steps, key=self._next_key)
+        self._next_key += 1
 
     def step(self) -> list[Trajectory]:
         """Generate for a moment; the groups that finished, scored."""
         self.beat()
         with self.clock.span("generate"):
             finished = self.engine.step()
+        self.steps += 1
         if not finished:
             return []
-        groups = [(*self._begun.pop(key), answers) for key, answers in finished]
-        self.generated += sum(len(answers) for _, _, answers in groups)
-        return self._score(groups)
+        groups = [(self._begun.pop(key), answers) for key, answers in finished]
+        self.generated += sum(len(answers) for _, answers in groups)
+        out = self._score(groups)
+        answers = [[t.uid[2], len(t.response), t.policy_version, t.version_last] for t in out]
+        self.events.write("finish", engine_step=self.steps, keys=[key for key, _ in finished], answers=answers)
+        return out
 
     def round(self, prompts: int) -> list[Trajectory]:
         """Generate and score groups for that many prompts, and let the engine run empty."""
         out: list[Trajectory] = []
-        for _ in range(prompts):
-            self.refill(self.engine.in_flight + self.config.S)
+        with self.clock.span("add requests"):
+            for _ in range(prompts):
+                self._add()
         while self.engine.in_flight:
             out += self.step()
         return out
@@ -120,21 +145,22 @@ class Searcher:
             self._prompts[prompt_id] = np.array(ids, np.int32)
         return self._prompts[prompt_id]
 
-    def _score(self, groups: list[tuple[int, int, list[Answer]]]) -> list[Trajectory]:
-        flat = [(prompt_id, version, a) for prompt_id, version, answers in groups for a in answers]
+    def _score(self, groups: list[tuple[int, list[Answer]]]) -> list[Trajectory]:
+        flat = [(prompt_id, a) for prompt_id, answers in groups for a in answers]
         with self.clock.span("reward"):
-            texts = self.tokenizer.batch_decode([a.tokens for _, _, a in flat], skip_special_tokens=True)
-            rewards = [self._reward(i, text) for (i, _, _), text in zip(flat, texts, strict=True)]
+            texts = self.tokenizer.batch_decode([a.tokens for _, a in flat], skip_special_tokens=True)
+            rewards = [self._reward(i, text) for (i, _), text in zip(flat, texts, strict=True)]
         with self.clock.span("log pi_ref"):
-            log_ref = self._log_ref([(self._tokens(i), a.tokens) for i, _, a in flat])
+            log_ref = self._log_ref([(self._tokens(i), a.tokens) for i, a in flat])
         out = []
-        for (prompt_id, version, answer), reward, ref in zip(flat, rewards, log_ref, strict=True):
+        for (prompt_id, answer), reward, ref in zip(flat, rewards, log_ref, strict=True):
             uid = (*self.uid, self._next_uid)
             self._next_uid += 1
             self.tokens += len(answer.tokens)
             self.truncated += answer.finish_reason == "length"
             what = (self._tokens(prompt_id), answer.tokens, answer.finish_reason, reward, ref, answer.log_mu)
-            out.append(Trajectory(uid, prompt_id, *what, version, self.version, self.uid[0]))
+            versions = (answer.version_first, answer.version_last)
+            out.append(Trajectory(uid, prompt_id, *what, *versions, self.uid[0]))
         return out
 
     def _reward(self, prompt_id: int, text: str) -> float:
@@ -163,16 +189,17 @@ class Searcher:
 
     @torch.inference_mode()
     def _log_ref(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
-        """log pi_ref(y|x) in nats of each (prompt, answer), in micro-batches."""
+        """log pi_ref(y|x) in nats of each (prompt, answer), in micro-batches of those that differ."""
         longest = max(len(p) + len(r) for p, r in pairs)
         size = max(1, self.config.micro_batch_tokens // longest)
+        first, kind = distinct(*zip(*pairs, strict=True))
         out: list[float] = []
-        for i in range(0, len(pairs), size):
-            prompts, responses = zip(*pairs[i : i + size], strict=True)
+        for i in range(0, len(first), size):
+            prompts, responses = zip(*(pairs[j] for j in first[i : i + size]), strict=True)
             tokens = collate(prompts, responses, 0, self.reference.device)
             logp = response_logprobs(self.reference, tokens, self.config.temperature)
             out += sequence_logprobs(logp, tokens.lengths).tolist()
-        return out
+        return [out[d] for d in kind]
 
 
 def make_engine(config, folder: str, tokenizer, stop_ids: list[int], longest: int, device: str, policy=None) -> Engine:
@@ -185,7 +212,7 @@ def make_engine(config, folder: str, tokenizer, stop_ids: list[int], longest: in
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
         return HfEngine(policy or load_policy(folder, device), s, pad)
     memory = config.vllm_memory or (0.4 if config.gpus == 1 or config.sync == "onpolicy" else 0.85)
-    return VllmEngine(folder, s, device, memory, trust_remote_code=config.trust_remote_code)
+    return VllmEngine(folder, s, device, memory, config.recompute_kv, trust_remote_code=config.trust_remote_code)
 
 
 def build(child, config, folder: str, index: int, incarnation: int, policy=None, begun: int = 0) -> Searcher:
@@ -193,6 +220,9 @@ def build(child, config, folder: str, index: int, incarnation: int, policy=None,
     from policy import load_tokenizer, stop_tokens
     from tasks import load_task
 
+    if config.engine == "vllm":
+        with child.clock.span("import"):
+            import_vllm(child.device)
     trust = config.trust_remote_code
     with child.clock.span("load"):
         task, tokenizer = load_task(config.task), load_tokenizer(folder, trust)
@@ -216,6 +246,8 @@ def main(child, config, folder: str, out, index: int, incarnation: int, address:
     board, row = child.board, Board.SEARCHERS + index
     begun = int(board.get(row, "generated")) // config.S  # an earlier incarnation's; its unfinished groups come again
     searcher = build(child, config, folder, index, incarnation, begun=begun)
+    searcher.events = EventLog(out / f"events-searcher-{index}.jsonl" if config.event_log else None)
+    searcher.events.write("start", incarnation=incarnation)
     for name in searcher.COUNTS:
         setattr(searcher, name, int(board.get(row, name)))
 
@@ -231,7 +263,7 @@ def main(child, config, folder: str, out, index: int, incarnation: int, address:
     if child.device != "cpu":
         log.info("searcher %d gets its weights %s", index, cuda_ipc.measured(weights))
     buffer = RemoteBuffer(buffer_proxy)
-    board.set(row, "sync", board.get(Board.PARENT, "sync"))  # barrier: there is nothing yet to merge
+    board.set(row, "sync", board.get(Board.PARENT, "go"))  # barrier: those that are over need nothing from this one
     child.tell("ready")
     log.info("searcher %d is ready after %.0f s (%s)", index, time.time() - child.started, config.engine)
     report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
@@ -242,8 +274,8 @@ def main(child, config, folder: str, out, index: int, incarnation: int, address:
 def eager(searcher: Searcher, weights: SharedWeights, buffer, board: Board, row: int, report: "Report") -> None:
     """Keep the engine full, hand groups over as they finish, take new weights between two decode steps."""
     while not board.stopping:
-        searcher.pull(weights)
-        searcher.refill(searcher.config.in_flight)
+        if searcher.pull(weights):
+            searcher.refill(searcher.config.in_flight)
         finished = searcher.step()
         if finished:
             with searcher.clock.span("hand over"):
@@ -278,22 +310,25 @@ class Report:
     def __init__(self, searcher: Searcher, board: Board, row: int, file: JsonLines) -> None:
         self.searcher, self.board, self.row, self.file = searcher, board, row, file
         self.handed_over = int(board.get(row, "handed_over"))
-        self._written = self._waited = 0.0
-        self._rl_start = 0.0
+        self._written, self._began = 0.0, False
 
     def __call__(self, handed_over: int) -> None:
         s, now = self.searcher, time.time()
         self.handed_over += handed_over
-        rl_start = self.board.get(Board.TRAINER, "rl_start")
-        if rl_start and not self._rl_start:  # busy share is counted from the first batch on
-            self._rl_start, self._waited = now, s.clock.waited()
-        spent = now - self._rl_start if self._rl_start else 0.0
-        busy = 1 - (s.clock.waited() - self._waited) / spent if spent > 0 else 0.0
-        values = {"handed_over": self.handed_over, "version": s.version, "busy": busy}
+        if not self._began and self.board.get(Board.TRAINER, "rl_start"):
+            self._began = True
+            s.clock.begin()
+        values = {"handed_over": self.handed_over, "version": s.version, "busy": s.clock.busy()}
         values |= {name: getattr(s, name) for name in s.COUNTS}
         for field, value in values.items():
             self.board.set(self.row, field, value)
         if now - self._written > 1:
             self._written = now
             seconds = {name: round(v, 3) for name, v in s.clock.seconds.items()}
-            self.file.write({"time": now, "incarnation": s.uid[1]} | values | {"seconds": seconds})
+            trainer = {field: self.board.get(Board.TRAINER, field) for field in ("version", "trained")}
+            generated = sum(self.board.of_searchers("generated"))
+            pace = {
+                "behind": trainer["version"] - s.version,
+                "backlog": backlog(s.config, generated, trainer["trained"]),
+            }
+            self.file.write({"time": now, "incarnation": s.uid[1]} | values | pace | {"seconds": seconds})

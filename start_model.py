@@ -63,7 +63,7 @@ def make_tokenizer():
     )
 
 
-def make_model():
+def make_model(positions: int = 64):
     """A Llama of 345k parameters, untied, with heads of 32 (the smallest that vLLM takes on a CPU)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,7 +76,7 @@ def make_model():
             num_attention_heads=4,
             num_key_value_heads=4,
             head_dim=32,
-            max_position_embeddings=64,
+            max_position_embeddings=positions,
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=VOCABULARY.index("<eos>"),

@@ -28,7 +28,7 @@ from child import environment, start_logging, uninterrupted
 from config import Config, ConfigError, check_model_files, load, resolve, save
 from metrics import Board, merge_timeline
 from placement import describe
-from show import Screen, summary_text
+from show import Screen, bottleneck, summary_text
 from supervisor import Failed, Supervisor
 
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
@@ -383,22 +383,26 @@ class Run:
 
     def _summarise(self, outcome: str, why: str | None) -> None:
         """Write summary.json, draw the figures, say how it went."""
-        c = self.config
+        c, result = self.config, self.result or {}
+        waits = merge_timeline(self.out)
         summary = {
             "outcome": outcome,
             "why": why,
             **{key: getattr(c, key) for key in ("task", "model", "engine", "sync", "seed", "searchers", "gpus")},
-            **(self.result or {}),
+            **result,
             "busy_searchers": self.board.of_searchers("busy"),
+            "replay_ratio": c.replay_ratio,
+            "waits": {"trainer": result.get("waits_trainer", {})} | {n: w for n, w in waits.items() if n != "trainer"},
             "restarts": self.restarts,
             "trajectories_lost": sum(self.lost),
             "resumed_from": str(self.start) if self.start else None,
             "seconds_total": time.time() - self.started,
         }
+        if result:
+            summary["bottleneck"], summary["advice"] = bottleneck(summary)
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        if self.result:
-            merge_timeline(self.out)
-            if self.result["steps"]:
+        if result:
+            if result["steps"]:
                 from plots import draw
 
                 draw(self.out)

@@ -9,7 +9,6 @@ import json
 import logging
 import time
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +21,12 @@ import cuda_ipc
 from buffer import RemoteBuffer, pack
 from engine import HfEngine, Sampling
 from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
-from metrics import Board, Clock, JsonLines, keep_rows_before
+from metrics import Board, Clock, EventLog, JsonLines, backlog, keep_rows_before
 from policy import (
     check_prompts,
     checkpoint_layers,
     collate,
+    distinct,
     load_policy,
     load_tokenizer,
     logprobs_and_states,
@@ -78,9 +78,11 @@ class Learner:
         model: the policy, fp32 master weights.
         config: loss and its options, lr and its schedule, beta and its schedule, temperature, micro_batch_tokens.
         pad: token id for padding; any will do.
+        clock: where the time goes.
     """
 
-    def __init__(self, model, config, pad: int) -> None:
+    def __init__(self, model, config, pad: int, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         self.model, self.config, self.pad, self.step = model, config, pad, 0
         self.head: torch.nn.Linear | None = None  # V(x), reward units: log Z(x) = V / beta, or the critic of vtrace
         if config.loss == "vtrace" or (config.loss == "tb" and config.log_z == "learned"):
@@ -107,18 +109,20 @@ class Learner:
             group["lr"] = rate
         self._before_update(groups)
         sums: dict[str, float] = {}
-        for part in micro_batches(groups, self.config.micro_batch_tokens):
-            share = len(part) / len(groups)
-            loss, metrics = self._loss(part, beta)
-            (share * loss).backward()
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + share * value
-        clip = self.config.grad_clip or float("inf")
-        sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        if not np.isfinite(sums["loss"] + sums["grad_norm"]):
-            raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.clock.span("forward, backward"):
+            for part in micro_batches(groups, self.config.micro_batch_tokens):
+                share = len(part) / len(groups)
+                loss, metrics = self._loss(part, beta)
+                (share * loss).backward()
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + share * value
+        with self.clock.span("step"):
+            clip = self.config.grad_clip or float("inf")
+            sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+            if not np.isfinite(sums["loss"] + sums["grad_norm"]):
+                raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return sums | {"beta": beta, "lr": lr}
 
@@ -145,25 +149,27 @@ class Learner:
         """What is minimised, scaled to one size of gradient at every beta, and metrics."""
         device, shape = self.model.device, (len(groups), len(groups[0]))  # P, K
         flat = [t for group in groups for t in group]
-        tokens = collate([t.prompt for t in flat], [t.response for t in flat], self.pad, device)
+        first, kind = distinct([t.prompt for t in flat], [t.response for t in flat])
+        tokens = collate([flat[i].prompt for i in first], [flat[i].response for i in first], self.pad, device)
         temperature, need_states = self.config.temperature, self.head is not None
-        token_logp, states = logprobs_and_states(self.model, tokens, temperature, need_states)  # [P*K, T], [P*K, T, H]
-        log_pi = sequence_logprobs(token_logp, tokens.lengths).view(shape)  # [P, K]
+        token_logp, states = logprobs_and_states(self.model, tokens, temperature, need_states)  # [D, T], [D, T, H]
+        token_logp, lengths = token_logp[kind], tokens.lengths[kind]  # [P*K, T], [P*K]
+        log_pi = sequence_logprobs(token_logp, lengths).view(shape)  # [P, K]
         log_ref, reward = group_tensors(groups, device)
         if self.reference is not None:
             with torch.no_grad():
                 ref = response_logprobs(self.reference, tokens, temperature)
-                log_ref = sequence_logprobs(ref, tokens.lengths).view(shape)
+                log_ref = sequence_logprobs(ref, tokens.lengths)[kind].view(shape)
         token_mu = pad_sequence([torch.as_tensor(t.log_mu) for t in flat], batch_first=True).to(device)  # [P*K, <=T]
         log_mu = token_mu.sum(1).view(shape)  # padding is 0
-        values = self.head(states).squeeze(-1).view(*shape, -1) if need_states else None  # [P, K, T] reward units
+        values = self.head(states).squeeze(-1)[kind].view(*shape, -1) if need_states else None  # [P, K, T] reward units
         if self.config.loss == "tb":
             log_z = None if values is None else values[:, :, 0].mean(1) / beta  # [P]; K times the same prompt
             loss = tb_loss(log_pi, log_ref, reward, beta, log_z)
             scaled = beta**2 * loss  # in reward units squared: clipping its gradient means the same at every beta
         else:
             token_logp, token_mu = token_logp.view(*shape, -1), _widen(token_mu, token_logp).view(*shape, -1)
-            lengths = tokens.lengths.view(shape)
+            lengths = lengths.view(shape)
             loss = self._baseline(log_pi, log_mu, log_ref, reward, beta, token_logp, token_mu, values, lengths)
             scaled = 2 * beta * loss  # where one of these is TB, its gradient is then that of beta^2 * tb_loss
         self._check_finite(loss, groups, log_pi, log_ref, reward)
@@ -271,15 +277,15 @@ class Trainer:
         self.staleness_sum = self.staleness_max = 0.0  # over updates
         self.trained = 0
         self.seconds_before = 0.0  # of RL, before the run was resumed
-        self.rl_start = self._waited = 0.0
+        self.rl_start = 0.0
+        self.events = EventLog(out / "events-trainer.jsonl" if config.event_log else None)
 
     def run(self) -> dict:
         """Train to the end of the steps, the time or the patience of the parent; returns the summary."""
         if not self.accuracies:
             self._evaluate()
         while self.learner.step < self.config.steps and not self.child.board.stopping and not self._time_is_up():
-            with self.clock.span("wait for data") if self.source.waits else nullcontext():
-                batch = self.source.next(self.learner.step)
+            batch = self.source.next(self.learner.step)
             if batch is None:
                 break
             if not self.rl_start:
@@ -287,42 +293,41 @@ class Trainer:
             self._update(batch)
             if self.config.checkpoint_every and self.learner.step % self.config.checkpoint_every == 0:
                 self._checkpoint_if_possible()
-        seconds, busy = self._seconds(), self._busy()
+        seconds, busy, waits = self._seconds(), self.clock.busy(), self.clock.waits()
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
             seconds = self._seconds()
-        return self._summary(seconds, busy)
+        return self._summary(seconds) | {"busy_trainer": busy, "waits_trainer": waits}
 
     def _seconds(self) -> float:
         """Seconds of RL, those before a resume included."""
         return self.seconds_before + (time.time() - self.rl_start if self.rl_start else 0.0)
 
     def _start_clock(self) -> None:
-        self.rl_start, self._waited = time.time(), self.clock.waited()
+        self.rl_start = time.time()
+        self.clock.begin()
         self.child.board.set(Board.TRAINER, "rl_start", self.rl_start)
 
     def _time_is_up(self) -> bool:
         limit = self.config.max_seconds
         return bool(limit and self._seconds() > limit)
 
-    def _busy(self) -> float:
-        spent = time.time() - self.rl_start if self.rl_start else 0.0
-        return 1 - (self.clock.waited() - self._waited) / spent if spent > 0 else 0.0
-
     def _update(self, batch: Batch) -> None:
         step, config = self.learner.step, self.config
         row = {"step": step, "seconds": self._seconds()} | batch_metrics(batch, step)
-        with self.clock.span("forward, backward, step"):
-            try:
-                row |= self.learner.update(batch)
-            except FloatingPointError as error:
-                place = self.out / f"bad-batch-{step}.npz"
-                np.savez(place, *pack([t for group in batch for t in group]))
-                raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
+        self.events.write("train", step=step, uids=[[int(n) for n in t.uid] for group in batch for t in group])
+        try:
+            row |= self.learner.update(batch)
+        except FloatingPointError as error:
+            place = self.out / f"bad-batch-{step}.npz"
+            np.savez(place, *pack([t for group in batch for t in group]))
+            raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
         version = self.learner.step
         if version % config.sync_every == 0:
             with self.clock.span("publish"):
                 self.publish(named_weights(self.learner.model), version)
+            self.child.board.set(Board.TRAINER, "version", version)
+            self.events.write("publish", version=version)
         self.trained += sum(map(len, batch))
         self.staleness_sum += row["staleness"]
         self.staleness_max = max(self.staleness_max, row["staleness_max"])
@@ -330,9 +335,12 @@ class Trainer:
             row["accuracy"] = self._evaluate()
         board = self.child.board
         row["trained"], row["generated"] = self.trained, self.source.generated()
-        row["busy_trainer"], row["busy_searchers"] = self._busy(), board.of_searchers("busy")
+        row["backlog"] = backlog(config, row["generated"], row["trained"])
+        row["busy_trainer"], row["busy_searchers"] = self.clock.busy(), board.of_searchers("busy")
+        row["waited"] = sum(self.clock.waits().values())
         row["seconds_after"] = self._seconds()
         board.set(Board.TRAINER, "busy", row["busy_trainer"])
+        board.set(Board.TRAINER, "trained", self.trained)
         self.child.beat()
         self.file.write(row)
         self.child.tell("row", row)
@@ -367,7 +375,7 @@ class Trainer:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         state = {"learner": self.learner.state_dict(), "rng": torch.get_rng_state(), "rng_cuda": cuda}
         checkpoint.save_tensors(folder, self.learner.model, self.evaluate.tokenizer, state)
-        if self.source.waits:
+        if self.config.sync != "onpolicy":
             checkpoint.save_buffer(folder, self.source.buffer.state_dict())
         progress = {name: getattr(self, name) for name in PROGRESS}
         progress |= {"step": self.learner.step, "seconds_before": self._seconds(), "source": self.source.state_dict()}
@@ -384,9 +392,9 @@ class Trainer:
         if state["rng_cuda"]:
             torch.cuda.set_rng_state_all(state["rng_cuda"])
 
-    # --- the end ----------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------
 
-    def _summary(self, seconds: float, busy: float) -> dict:
+    def _summary(self, seconds: float) -> dict:
         before = self.accuracies[0][2]
         last = [a for _, _, a in self.accuracies[1:]][-3:]
         counts = self.source.state_dict()
@@ -403,7 +411,8 @@ class Trainer:
             **{name: int(np.sum(counts[name])) for name in ("truncated", "undecodable", "bad_rewards")},
             "staleness_mean": self.staleness_sum / max(1, self.learner.step),
             "staleness_max": self.staleness_max,
-            "busy_trainer": busy,
+            "late_prefetches": self.source.late,
+            "threads": torch.get_num_threads(),
             "seconds_trainer": dict(self.clock.seconds),
         }
 
@@ -421,7 +430,7 @@ def main(child, config, folder: str, out: Path, start: str | None, address: str,
         task, trust = load_task(config.task), config.trust_remote_code
         model = load_policy(start or folder, child.device, trainable=True, trust_remote_code=trust)
         evaluate = Evaluator(model, folder, task, config)
-    learner = Learner(model, config, evaluate.tokenizer.pad_token_id or 0)
+    learner = Learner(model, config, evaluate.tokenizer.pad_token_id or 0, child.clock)
     progress = checkpoint.read_json(Path(start) / "progress.json") if start else {}
     keep_rows_before(out / "metrics.jsonl", progress.get("step", 0))
     source = make_source(child, config, folder, model, buffer_proxy, progress)
@@ -461,7 +470,7 @@ def make_source(child, config, folder: str, model, buffer_proxy, progress: dict)
     if config.sync == "barrier":
         return Barrier(RemoteBuffer(buffer_proxy), config, child)
     if config.sync == "eager":
-        return Prefetch(RemoteBuffer(buffer_proxy), config, child, progress.get("trained", 0))
+        return Prefetch(RemoteBuffer(buffer_proxy), config, child, progress.get("step", 0), progress.get("trained", 0))
     import searcher
 
     generator = searcher.build(child, config, folder, 0, 0, model if config.engine == "hf" else None)

@@ -12,13 +12,13 @@ has no name in /dev/shm, so it is gone with its last user, however that one ende
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Client, Connection, Listener, wait
 
-import numpy as np
 import torch
 
 import cuda_ipc
@@ -47,6 +47,7 @@ class SharedWeights:
 
     def __init__(self, layout: list[tuple[str, tuple, torch.dtype]], slots: torch.Tensor, header: torch.Tensor):
         self.layout, self.slots, self.header = layout, slots, header
+        self._targets = [[view for _, view in self._views(slot)] for slot in slots]
         self._header = header.numpy()  # aligned 8-byte reads and writes are atomic; x86 and the GIL keep their order
 
     @classmethod
@@ -90,9 +91,9 @@ class SharedWeights:
             raise ValueError("these are not the tensors that the snapshot was laid out for (names, shapes, dtypes)")
         slot = 1 - int(self._header[LATEST])
         self._header[slot] = DIRTY
-        for (_, source), target in zip(tensors, self._views(self.slots[slot]), strict=True):
-            target[1].copy_(source, non_blocking=True)
-        _finish(*(t for _, t in tensors), self.slots)  # the copies must have ended before the stamp says so
+        with torch.no_grad():  # one call: a loop costs more than 4 MB
+            torch._foreach_copy_(self._targets[slot], [t for _, t in tensors], non_blocking=True)
+        _finish(tensors[0][1], self.slots)  # the copies must have ended before the stamp says so
         self._header[slot] = version
         self._header[LATEST] = slot
 
@@ -120,7 +121,7 @@ class SharedWeights:
     def _views(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         views, start = [], 0
         for name, shape, dtype in self.layout:
-            size = int(np.prod(shape)) * dtype.itemsize
+            size = math.prod(shape) * dtype.itemsize
             views.append((name, flat[start : start + size].view(dtype).view(shape)))
             start += _padded(shape, dtype)
         return views
@@ -143,7 +144,7 @@ def _kept(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def _padded(shape: tuple, dtype: torch.dtype) -> int:
     """Bytes of a tensor, rounded up so that the next one starts aligned."""
-    return -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64
+    return -(-math.prod(shape) * dtype.itemsize // 64) * 64
 
 
 # --- from the trainer to the searchers ------------------------------------------------------------------------------
@@ -233,7 +234,8 @@ class Publisher:
         """
         deadline, left = time.monotonic() + timeout, list(self._readers)
         while left and (rest := deadline - time.monotonic()) > 0:
-            left = [c for c in left if c not in wait(left, rest)]  # a reader says nothing more: what comes is its end
+            ended = wait(left, rest)  # a reader says nothing more: what comes is its end
+            left = [c for c in left if c not in ended]
         return len(left)
 
 

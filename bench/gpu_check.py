@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import multiprocessing
-import platform
 import shutil
 import statistics
 import sys
@@ -29,7 +28,8 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]  # in this order: bench/ has files of the same names
+import common  # noqa: E402
 import cuda_ipc  # noqa: E402
 import memory  # noqa: E402
 from buffer import Trajectory, serve  # noqa: E402
@@ -448,16 +448,15 @@ def job_process(module: str, name: str, board: Board, messages, device: str, out
 
 
 def machine(device: str) -> dict:
-    """What ran this, without names or paths."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "device": "cpu", "gpus": 0}
-    found["transformers"] = importlib.import_module("transformers").__version__
+    """What ran this, GPU included."""
+    found = common.machine("numpy", "torch", "transformers", "vllm") | {"device": "cpu", "gpus": 0}
     if device != "cpu":
         found |= {
             "device": torch.cuda.get_device_name(0),
             "gpus": torch.cuda.device_count(),
             "cuda": torch.version.cuda,
         }
-    return found | {"date": time.strftime("%Y-%m-%d"), "cores": multiprocessing.cpu_count()}
+    return found
 
 
 def check_all(table: Table, device: str, quick: bool, vllm: bool, out: Path) -> float:

@@ -125,7 +125,15 @@ def test_the_oldest_go_first_when_the_buffer_is_full():
     store.add(group(1, [3, 4]))
     store.add(group(0, [5]) + group(2, [6]))
     assert uids(store.contents()) == [2, 3, 4, 5, 6]
-    assert store.stats() == {"stored": 5, "prompts": 3, "added": 7, "evicted": 2, "duplicates": 0, "drawn": 0}
+    assert store.stats() == {
+        "stored": 5,
+        "prompts": 3,
+        "added": 7,
+        "evicted": 2,
+        "expired": 0,
+        "duplicates": 0,
+        "drawn": 0,
+    }
     store.add(group(2, range(7, 20)))  # more than it can hold
     assert uids(store.contents()) == [15, 16, 17, 18, 19]
     assert store.stats()["prompts"] == 1
@@ -604,3 +612,31 @@ def test_a_served_buffer_is_the_same_buffer_from_another_process():
         assert proxy.pid() not in (process.pid, multiprocessing.current_process().pid)
     finally:
         manager.shutdown()
+
+
+# --- too old to be trained on ---------------------------------------------------------------------------------------
+
+
+def test_what_is_too_old_leaves_the_buffer_and_is_never_drawn():
+    buffer = ReplayBuffer(1000, 100, recent_groups=4, seed=0)
+    for prompt in range(8):
+        buffer.add([trajectory(prompt, 10 * prompt + i, policy_version=prompt) for i in range(4)])
+    for oldest in (0, 3, 5):
+        for _ in range(20):
+            groups = buffer.sample(3, 4, 0.5, 0.0, oldest)
+            assert min(t.policy_version for group in groups for t in group) >= oldest
+        stats = buffer.stats()
+        assert (stats["expired"], stats["stored"], stats["prompts"]) == (4 * oldest, 32 - 4 * oldest, 8 - oldest)
+    assert buffer.sample(4, 4, 0.5, 0.0, 5) is None  # three prompts are left
+    buffer.add([trajectory(0, 500, policy_version=4), trajectory(0, 501, policy_version=9)])  # one came too late
+    assert {t.uid[2] for group in buffer.sample(4, 4, 1.0, 0.0, 5) for t in group if t.prompt_id == 0} == {501}
+    assert buffer.stats()["expired"] == 21
+
+
+def test_a_restored_buffer_knows_what_is_too_old():
+    buffer = ReplayBuffer(1000, 100, seed=0)
+    buffer.add([trajectory(i % 4, i, policy_version=i % 3) for i in range(24)])
+    other = ReplayBuffer(1000, 100)
+    other.load_state_dict(buffer.state_dict())
+    assert all(t.policy_version == 2 for group in other.sample(4, 2, 0.0, 0.0, 2) for t in group)
+    assert other.stats()["expired"] == 16

@@ -74,6 +74,10 @@ WRONG = [  # options, the start of the message, what it says would be right
     ({"steps": 0}, "--steps 0:", "at least 1"),
     ({"steps": 100, "decay_steps": 101}, "--decay-steps 101:", "0 to --steps, 100"),
     ({"sync_every": 0}, "--sync-every 0:", "at least 1"),
+    ({"sync_every": 4, "max_staleness": 2}, "--max-staleness 2:", "at least --sync-every - 1 = 3"),
+    ({"recompute_kv": True, "engine": "hf"}, "--recompute-kv:", "--engine vllm"),
+    ({"recompute_kv": True, "sync": "barrier"}, "--recompute-kv:", "--sync eager"),
+    ({"recompute_kv": True, "inflight_updates": False}, "--recompute-kv:", "--inflight-updates"),
     ({"replay_ratio": 0.0}, "--replay-ratio 0.0:", "above 0"),
     ({"vllm_memory": 1.0}, "--vllm-memory 1.0:", "below 1"),
     ({"max_new_tokens": 0}, "--max-new-tokens 0:", "at least 1"),
@@ -109,6 +113,7 @@ def test_no_option_takes_nan(name):
 
 def test_the_bounds_themselves_are_allowed():
     resolve(Config(samples_per_prompt=2, generate_per_prompt=2, per_prompt_capacity=2, in_flight=2, buffer_capacity=32))
+    resolve(Config(sync_every=4, max_staleness=3, recompute_kv=True))
     for m in (0.0, 1.0):
         resolve(Config(recency_prob=m))
     resolve(Config(steps=100, decay_steps=100, warmup_steps=0, max_seconds=0.0, eval_every=0, grad_clip=0.0))

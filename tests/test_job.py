@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,15 +14,21 @@ import torch
 from conftest import SHORT
 
 from metrics import read_jsonl
+from plots import SPANS
+from show import CURES
 
 SUMMARY = """task model engine sync seed steps accuracy_before accuracy_after seconds_total seconds_rl
     trajectories_generated trajectories_trained staleness_mean staleness_max busy_trainer busy_searchers""".split()
+WORK = {"import", "load", "generate", "reward", "log pi_ref", "hand over", "pull weights"}
+WORK |= {"sample", "forward, backward", "step", "publish", "evaluate"}
+WAITS = {"eager": {"wait for start"}, "barrier": {"wait for sync"}, "onpolicy": set()}
 
 
 @pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy"])
 def test_the_whole_job(start_job, tiny_folder, mode):
     searchers = 0 if mode == "onpolicy" else 1
-    job = start_job(*SHORT, "--sync", mode, "--sync-every", 2, "--recency-prob", 1.0, "--model", tiny_folder)
+    args = ["--sync", mode, "--sync-every", 2, "--recency-prob", 1.0, "--event-log"]
+    job = start_job(*SHORT, *args, "--model", tiny_folder)
     family = job.wait_for(lambda j: j.rows() and j.family())
     assert job.wait() == 0, job.text
     job.assert_nothing_left(family)
@@ -44,15 +52,26 @@ def test_the_whole_job(start_job, tiny_folder, mode):
     trace = json.loads((job.out / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == expected - {"parent", "buffer"}
     spans = [e for e in trace if e["ph"] == "X"]
-    assert {"generate", "reward", "log pi_ref", "publish", "evaluate", "pull weights"} <= {e["name"] for e in spans}
-    assert sum(e["name"] == "forward, backward, step" for e in spans) == 12 and all(e["dur"] >= 0 for e in spans)
+    assert WORK | WAITS[mode] <= {e["name"] for e in spans} <= set(SPANS) | set(CURES) | {"wait for start"}
+    assert sum(e["name"] == "forward, backward" for e in spans) == 12 and all(e["dur"] >= 0 for e in spans)
     for name in ("accuracy", "loss", "staleness", "timeline"):
         assert (job.out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for text in ("held-out accuracy before RL", "busy", str(job.out)):
         assert text in job.text
     assert set(job.pids()) == expected
+    assert_fair_threads(json.loads((job.out / "config.json").read_text()), summary, searchers)
+    if mode == "onpolicy":  # each answer is learnt from once, at once
+        trained = [e["uids"] for e in read_jsonl(job.out / "events-trainer.jsonl") if e["event"] == "train"]
+        assert sorted(uid for uids in trained for uid in uids) == [[0, 0, c] for c in range(12 * 16)]
+        assert summary["trajectories_generated"] == 12 * 16
     log = (job.out / "run.log").read_text()
     assert "the trainer is ready" in log and (mode == "onpolicy" or "searcher-0" in log)
+
+
+def assert_fair_threads(config, summary, searchers):
+    """onpolicy has as many threads in its one process as the others have in all."""
+    processes = 1 + searchers
+    assert summary["threads"] == config["threads"] == max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def test_two_searchers_share_the_work(start_job, tiny_folder):
@@ -169,6 +188,68 @@ def test_ages_of_what_is_drawn(start_job, tiny_folder, m):
     share_old = np.mean([age > step / 2 for step, age in ages])  # written in the run's first half so far
     assert share_old == 0 if m == 1 else share_old > 0.15
     assert all(0 <= age <= step for step, age in ages)
+
+
+def replayed(events: list[dict], slots: int, group: int) -> dict[int, tuple[int, int]]:
+    """Versions of each answer's first and last token, recounted from the log of one searcher: counter -> (first, last).
+
+    First come, first served, a token a step: what waits for a place, and which weights are loaded at each step, follow
+    from the order of additions and pulls and from the answers' lengths. Ends at the first group that never finished.
+    """
+    finished = {}  # key -> answers, [counter, tokens, first, last] each
+    for e in (e for e in events if e["event"] == "finish"):
+        finished |= {key: e["answers"][i * group : (i + 1) * group] for i, key in enumerate(e["keys"])}
+    waiting, running, out, version = [], [], {}, 0
+    at = {s: [e for e in events if e["event"] in ("add", "pull") and e["engine_step"] == s] for s in range(10_000)}
+    for step in range(10_000):
+        for e in at[step]:
+            if e["event"] == "pull":
+                version = e["version"]
+            elif e["key"] in finished:
+                waiting += [{"counter": c, "left": tokens} for c, tokens, *_ in finished[e["key"]]]
+            else:  # from here on, places are taken by answers of unknown length
+                return out | {a["counter"]: (a["first"], None) for a in running}
+        while waiting and len(running) < slots:
+            running.append(waiting.pop(0) | {"first": version})
+        for a in running:
+            a["left"] -= 1
+            if not a["left"]:
+                out[a["counter"]] = (a["first"], version)
+        running = [a for a in running if a["left"]]
+    return out
+
+
+def test_recorded_staleness_is_that_of_a_replay_of_the_event_log_and_keeps_its_limit(start_job, tiny_folder):
+    """Real vLLM, updates in flight, answers of 1 to 24 tokens, more of them asked for than there are places."""
+    args = ["--steps", 60, "--in-flight", 10, "--max-new-tokens", 24, "--max-staleness", 5, "--sync-every", 2]
+    job = start_job(*SHORT, *args, "--event-log", "--recency-prob", 0.5, "--max-seconds", 0, "--model", tiny_folder)
+    assert job.wait() == 0, job.text
+    searcher = read_jsonl(job.out / "events-searcher-0.jsonl")
+    versions = replayed(searcher, slots=10, group=4)
+    recorded = {c: (f, last) for e in searcher if e["event"] == "finish" for c, _, f, last in e["answers"]}
+    assert len(versions) > 100
+    for counter, (first, last) in versions.items():
+        assert recorded[counter][0] == first and last in (None, recorded[counter][1]), counter
+    assert sum(first < last for first, last in recorded.values()) > 20  # updates did cross running answers
+    rows, covered = job.rows(), 0
+    for e in (e for e in read_jsonl(job.out / "events-trainer.jsonl") if e["event"] == "train"):
+        counters = [counter for _, _, counter in e["uids"]]
+        if all(c in versions for c in counters):
+            ages = Counter(e["step"] - versions[c][0] for c in counters)
+            row = rows[e["step"]]
+            assert {int(age): n for age, n in row["ages"].items()} == ages
+            assert (row["staleness_max"], row["staleness"]) == (max(ages), mean_of(ages))
+            covered += 1
+    assert covered > 40
+    oldest = [max(map(int, row["ages"])) for row in rows]
+    assert max(oldest) == 5  # reached, never passed
+    summary = job.summary()
+    assert set(summary["waits"]) == {"trainer", "searcher-0"} and summary["threads"] == 1
+    assert summary["advice"] in job.text
+
+
+def mean_of(ages: Counter) -> float:
+    return sum(age * n for age, n in ages.items()) / ages.total()
 
 
 def test_two_runs_at_once(start_job, tiny_folder):

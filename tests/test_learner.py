@@ -15,8 +15,8 @@ from trainer import Learner
 
 BETA, TEMPERATURE, EOS, VOCABULARY = 0.3, 0.7, 1, 11
 PROMPTS = [[5, 6], [7, 2, 9, 4, 3], [8, 8, 2]]  # ragged
-RESPONSES = [  # ragged: K = 4 for each; with and without an end, two ends, one token, none
-    [[3, 4, EOS], [EOS], [5, 2, 9, 7, 6], [4, 4, 4, EOS]],
+RESPONSES = [  # ragged: K = 4 for each; with and without an end, two ends, one token, none, one answer twice
+    [[3, 4, EOS], [EOS], [3, 4, EOS], [4, 4, 4, EOS]],
     [[], [6, EOS], [2, 3, 4, 5, EOS], [9]],
     [[10, EOS, EOS], [2, 2], [3, EOS], [7, 8, 9, EOS]],
 ]

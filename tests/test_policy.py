@@ -170,3 +170,14 @@ def test_stop_tokens_are_the_generation_configs_or_else_the_tokenizers(tmp_path)
     assert stop_tokens(str(tmp_path), tokenizer) == [7]
     (tmp_path / "generation_config.json").write_text("{}")
     assert stop_tokens(str(tmp_path), tokenizer) == [EOS]
+
+
+def test_distinct_rows_stand_for_all():
+    from policy import distinct
+
+    p, q = np.array([1, 2], np.int32), np.array([1], np.int32)
+    a, b = np.array([2, 3], np.int32), np.array([3], np.int32)
+    prompts, responses = [p, p, q, p, q], [b, a, a, b, a]  # q + a reads like p + b, but is another row
+    first, kind = distinct(prompts, responses)
+    assert first == [0, 1, 2] and kind == [0, 1, 2, 0, 2]
+    assert distinct([], []) == ([], [])

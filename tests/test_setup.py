@@ -61,7 +61,7 @@ def test_readme_names_only_files_that_exist():
             assert (ROOT / name).exists(), name
 
 
-RUN_FILES = {"config.json", "summary.json", "pids.json", "timeline.json"}
+RUN_FILES = {"manifest.json", "progress.json", "config.json", "summary.json", "pids.json", "timeline.json"}
 
 
 def test_readme_has_the_measured_numbers():
@@ -75,6 +75,50 @@ def test_readme_has_the_measured_numbers():
     for r in rows:
         row = f"| {r['seed']} | {r['accuracy_before']:.3f} | {r['accuracy_after']:.3f} | {r['seconds_rl']:.0f} |"
         assert row in text, row
+
+
+def result(name):
+    import json
+
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def assert_in_readme(*texts):
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for text in texts:
+        assert " ".join(text.split()) in readme, text
+
+
+def test_readme_has_the_measured_timeline():
+    measured = result("timeline")
+    assert [r["mode"] for r in measured["rows"]] == ["onpolicy", "barrier", "eager"]
+    for r in measured["rows"]:
+        searcher = "".join(f"{b:.0%}" for b in r["busy_searchers"]) or "(the same)"
+        pace = f"{r['trained_per_second']} | {r['generated_per_second']} |"
+        assert_in_readme(f"| `{r['mode']}` | {r['busy_trainer']:.0%} | {searcher} | {pace}")
+    share = max(r["recording_share"] for r in measured["rows"])
+    assert share < 0.01  # the goal
+    most = max(r["spans_per_second"] for r in measured["rows"])
+    assert_in_readme(f"a span costs {measured['settings']['span_us']} µs, at most {most} a second")
+    assert_in_readme(f"{100 * share:.3f} % of the time")
+
+
+def test_readme_has_the_measured_streaming():
+    rows = {(r["in_flight"], r["way"]): r for r in result("streaming")["rows"]}
+    for size in (64, 256):
+        ways = ("stream", "stream + updates", "stream + updates + recompute")
+        ratios = " | ".join(f"{rows[size, way]['over_drain']:.2f}" for way in ways)
+        assert_in_readme(f"| {size} | {rows[size, 'drain']['tokens_per_second']} | {ratios} |")
+    assert rows[64, "stream"]["over_drain"] >= 1.3  # the goal
+    assert_in_readme(f"{rows[64, 'stream, single answers']['over_drain']:.2f} with a request for each answer")
+
+
+def test_readme_has_the_measured_start_up():
+    rows = result("startup")["rows"]
+    for r in rows:
+        phases = " | ".join(f"{r[phase]:.1f}" for phase in ("start", "import", "load", "generate", "update", "all"))
+        assert_in_readme(f"| {r['mode']} | {phases} |")
+    assert all(r["all"] <= 20 for r in rows)  # the goal
 
 
 def test_readmes_example_task_works(tmp_path):

@@ -1,9 +1,12 @@
 """What `make test` has no time for: the promise of README's first screen, and every loss in every mode."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 pytestmark = pytest.mark.slow
 QUICK = ["--gpus", "0", "--engine", "hf", "--steps", "6", "--prompts-per-batch", "4", "--samples-per-prompt", "4"]
@@ -60,3 +63,13 @@ def test_the_start_model_is_what_its_command_makes(tmp_path):
     torch.set_num_threads(threads)
     a, b = load_policy(tmp_path / "a"), load_policy(tmp_path / "b")
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_two_minutes_of_random_faults():
+    command = [sys.executable, "bench/soak.py", "--minutes", "2", "--engine", "hf", "--pause", "8", "--accuracy", "0.6"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout[done.stdout.index("\n{") :])
+    assert found["faults"] >= 3 and found["updates"] > 50
+    assert found["updates_all_there_once"] and found["trained_as_many"] and found["no_uid_twice"]
+    assert found["left_in_dev_shm"] == []

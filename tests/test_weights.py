@@ -411,21 +411,21 @@ def test_a_slot_that_is_being_written_is_never_taken(halfway):
 
 
 def test_the_writer_marks_a_slot_before_its_first_byte_and_stamps_it_after_the_last(make, monkeypatch):
-    seen, whole_copy = [], torch.Tensor.copy_
+    seen, whole_copy = [], torch._foreach_copy_
     two = [("v", torch.zeros(3)), ("w", torch.zeros(3))]
     weights = make(two)
     for version in (0, 1, 2):  # both slots hold one
         weights.publish(two, version)
     newest = int(weights.header[LATEST])
 
-    def copy_(target, source, *args, **kwargs):
-        for _ in range(2):  # before and after
-            seen.append((int(weights.header[1 - newest]), int(weights.header[newest]), weights.version))
-            if len(seen) % 2:
-                whole_copy(target, source, *args, **kwargs)
-        return target
+    def copy_(targets, sources, **_):
+        for target, source in zip(targets, sources, strict=True):
+            for _ in range(2):  # before and after
+                seen.append((int(weights.header[1 - newest]), int(weights.header[newest]), weights.version))
+                if len(seen) % 2:
+                    whole_copy([target], [source])
 
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_)
     weights.publish(two, 3)
     assert seen == [(DIRTY, 2, 2)] * 4
     assert int(weights.header[1 - newest]) == 3 and weights.version == 3

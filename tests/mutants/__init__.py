@@ -22,7 +22,7 @@ VARGRAD = "        log_z = vargrad_log_z(log_pi, log_ref, reward, beta)\n    eli
 MASK = "inside = torch.arange(token_logp.shape[1], device=token_logp.device) < lengths.unsqueeze(1)"
 SUM = "return token_logp.masked_fill(~inside, 0.0).sum(1)"
 # trainer.py: what is changed follows this line, whatever comes behind it
-LOG_PI = "log_pi = sequence_logprobs(token_logp, tokens.lengths).view(shape)"
+LOG_PI = "log_pi = sequence_logprobs(token_logp, lengths).view(shape)"
 TB_CALL = "tb_loss(log_pi, log_ref, reward, beta"
 LOG_MU = "torch.tensor([[float(t.log_mu.sum()) for t in g] for g in groups], device=device)"
 WEIGHT = f"(log_pi - {LOG_MU}).exp().detach()"
@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(  # log_ref comes from the searcher, where the padding is another batch's
         "padding filled on one side",
         "trainer.py",
-        [(LOG_PI, LOG_PI.replace("tokens.lengths)", "tokens.lengths).add(token_logp.shape[1] - tokens.lengths)"))],
+        [(LOG_PI, LOG_PI.replace("lengths)", "lengths.add(token_logp.shape[1] - lengths))"))],
     ),
     Mutant(  # its value; the gradient stays pi's
         "behaviour log-probability in place of the current one",
@@ -94,7 +94,7 @@ VARIANTS = [
     Mutant(
         "EOS dropped where it is also the padding",
         "trainer.py",
-        [(LOG_PI, LOG_PI.replace("tokens.lengths)", "(tokens.ids[:, tokens.start :] != self.pad).sum(1))"))],
+        [(LOG_PI, LOG_PI.replace("lengths)", "(tokens.ids[:, tokens.start :] != self.pad).sum(1)[kind])"))],
     ),
     Mutant("padding filled with +1, as published", "loss.py", [(SUM, SUM.replace("0.0", "1.0"))]),
     Mutant("temperature forgotten", "trainer.py", [("tokens, temperature, need_states)", "tokens, 1.0, need_states)")]),

@@ -1,0 +1,297 @@
+"""The replay buffer: what it takes in and gives out through its Manager, and what `add` and `sample` cost by size.
+
+    python bench/buffer.py          4 minutes
+
+Served: 1, 4 or 15 processes write groups of 16 short answers, as fast as they can or at 1,000 trajectories a second
+each, while one process draws batches of 16 prompts with 16 answers through sync.py's prefetching, with a pause of 50 ms
+for the update. A draw is late when the batch is not there as the update ends. Goals: 15 writers at 1,000 are taken in;
+with 4 writers the 99th percentile of a draw is below 5 ms; at most 1 % of the prefetches are late. Beside it the same
+with a list per prompt behind the same Manager, which is what one would write first.
+
+By size: the buffer is full at every size, so that each trajectory that comes in pushes one out, and every prompt holds
+as many answers (32) at every size: what a prompt holds is bounded by an option of its own, and a draw looks at all of
+them. A batch is 16 prompts with 16 answers each, half of the prompts from the recency pool, eager's (the newest 32
+groups) or all that is stored (barrier, before its next sync). `add` and `sample` are timed as the Manager runs them,
+packed arrays in and out, garbage collection included, in seconds of CPU. A figure is the median of the repeats' means.
+Megabytes are the growth of the process (each row has one of its own) once the buffer is full, and later, when all of it
+was replaced once more and all was timed: a few are the timing's own.
+
+Writes bench/results/buffer.json.
+"""
+
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from common import arguments, median, percentile, save, say, table  # noqa: I001
+
+from buffer import BufferManager, Trajectory, _Server, pack, unpack
+from child import environment, prepare_process, uninterrupted
+
+SIZES = (10**3, 10**5, 10**6)
+POOLS = {"newest 32 groups": 32, "all that is stored": None}
+P, K, PER_PROMPT, PROMPT_TOKENS, ANSWER_TOKENS = 16, 16, 32, 6, 4
+ADDS, DRAWS = 500, 200  # in a repeat
+
+
+class Writer:
+    """Packed groups of K answers for ever, prompt after prompt in an order that is shuffled again and again."""
+
+    def __init__(self, prompts: int) -> None:
+        self.prompts, self.rng, self.count, self.order = prompts, np.random.default_rng(0), 0, []
+
+    def group(self) -> tuple:
+        self.order = self.order or self.rng.permutation(self.prompts).tolist()
+        prompt, out = self.order.pop(), []
+        for reward in self.rng.random(K).tolist():
+            answer = self.rng.integers(64, size=ANSWER_TOKENS, dtype=np.int32)
+            what = (np.full(PROMPT_TOKENS, 3, np.int32), answer, "stop", reward, -2.0)
+            out.append(Trajectory((0, 0, self.count), prompt, *what, np.zeros(ANSWER_TOKENS, np.float32), 0, 0, 0))
+            self.count += 1
+        return pack(out)
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def mean_seconds(work, arguments: list[tuple]) -> float:
+    began = time.process_time()
+    for args in arguments:
+        work(*args)
+    return (time.process_time() - began) / len(arguments)
+
+
+def measure(size: int, pool: str, repeats: int) -> dict:
+    """One row of the table: a full buffer of `size` trajectories."""
+    store, writer, empty = _Server(size, PER_PROMPT, POOLS[pool], seed=0), Writer(size // PER_PROMPT), resident()
+    for _ in range(3 * size // (2 * K)):  # half as much again as it holds
+        store.add_packed(writer.group())
+    full = resident() - empty
+    add, uniform, softmax = [], [], []
+    for _ in range(repeats):
+        groups = [(writer.group(),) for _ in range(ADDS)]
+        add.append(mean_seconds(store.add_packed, groups))
+        uniform.append(mean_seconds(store.sample_packed, [(P, K, 0.5, 0.0)] * DRAWS))
+        softmax.append(mean_seconds(store.sample_packed, [(P, K, 0.5, 1.0)] * DRAWS))
+    for _ in range(size // K):  # all of it anew
+        store.add_packed(writer.group())
+    medians = {"add": add, "sample_uniform": uniform, "sample_softmax": softmax}
+    return {
+        "stored": store.stats()["stored"],
+        "pool": pool,
+        **{f"{name}_us": round(1e6 * statistics.median(seconds), 1) for name, seconds in medians.items()},
+        "megabytes": round(full / 1e6, 1),
+        "megabytes_later": round((resident() - empty) / 1e6, 1),
+    }
+
+
+def spread(rows: list[dict], column: str) -> float:
+    """Dearest size over cheapest size, the worse of the two pools."""
+    values = [[r[column] for r in rows if r["pool"] == pool] for pool in POOLS]
+    return max(max(v) / min(v) for v in values)
+
+
+def cost_table(rows: list[dict]) -> str:
+    """Markdown."""
+    timed = ("add_us", "sample_uniform_us", "sample_softmax_us")
+    lines = []
+    for r in rows:
+        megabytes = [f"{r[name]:.1f}" for name in ("megabytes", "megabytes_later")]
+        lines.append([f"{r['stored']:,}, {r['pool']}", *(f"{r[name]:.0f}" for name in timed), *megabytes])
+    lines.append(["dearest / cheapest", *(f"{spread(rows, name):.2f}x" for name in timed), "", ""])
+    head = ["stored, recency pool", f"add {K}, us", f"draw {P} x {K}, us", "by reward, us", "MB", "MB later"]
+    return table(head, lines)
+
+
+# --- served ---------------------------------------------------------------------------------------------------------
+
+
+class Lists:
+    """What one would write first: a list per prompt, and one list of all to find the oldest. Same packed interface."""
+
+    def __init__(self, capacity: int, per_prompt: int, **_) -> None:
+        self.capacity, self.per_prompt = capacity, per_prompt
+        self.prompts: dict[int, list[Trajectory]] = defaultdict(list)
+        self.all: list[Trajectory] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def add_packed(self, packed: tuple) -> None:
+        for t in unpack(packed):
+            answers = self.prompts[t.prompt_id]
+            answers.append(t)
+            self.all.append(t)
+            if len(answers) > self.per_prompt:
+                self.all.remove(answers.pop(0))
+            if len(self.all) > self.capacity:
+                oldest = self.all.pop(0)
+                self.prompts[oldest.prompt_id].remove(oldest)
+
+    def sample_packed(self, num_prompts: int, k: int, *_) -> tuple | None:
+        full = [answers for answers in list(self.prompts.values()) if answers]
+        if len(full) < num_prompts:
+            return None
+        return pack([t for answers in random.sample(full, num_prompts) for t in random.choices(answers, k=k)])
+
+
+BufferManager.register("Lists", Lists, exposed=["pid", "add_packed", "sample_packed"])
+KINDS = {"ours": "Buffer", "list per prompt": "Lists"}
+UPDATE = 0.05  # seconds of an update
+CAPACITY, PROMPTS = 20_000, 8_500  # as many prompts as the default task has
+
+
+def write(proxy, index: int, pace: float, ready, go, seconds: float, results) -> None:
+    """A writer: how many trajectories it got rid of, at `pace` a second or as fast as it can (0)."""
+    prepare_process(f"writer {index}")
+    writer = Writer(PROMPTS)
+    writer.rng = np.random.default_rng(index)
+    groups = [writer.group() for _ in range(64)]  # made before: a searcher's own work is not what is timed
+    ready.release()
+    go.wait()
+    start, sent = time.time(), 0
+    while (now := time.time() - start) < seconds:
+        if pace and sent > pace * now:
+            time.sleep(min(0.005, sent / pace - now))
+            continue
+        packed = groups[sent // K % len(groups)]
+        packed[0]["uid"][:, 0], packed[0]["uid"][:, 2] = index, np.arange(sent, sent + K)
+        proxy.add_packed(packed)
+        sent += K
+    results.put((sent, time.time() - start))
+
+
+def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
+    """Seconds of each draw through the Manager; how many of so many batches were late for a trainer that prefetches."""
+    import sync
+    from buffer import RemoteBuffer
+    from config import Config
+    from metrics import Clock
+
+    took, board = [], SimpleNamespace(stopping=False, of_searchers=lambda field: [1e12])
+
+    class Timed(RemoteBuffer):
+        def sample(self, *args):
+            start = time.perf_counter()
+            batch = super().sample(*args)
+            if batch is not None:
+                took.append(time.perf_counter() - start)
+            return batch
+
+    child = SimpleNamespace(board=board, clock=Clock(), beat=lambda: None)
+    prefetch = sync.Prefetch(Timed(proxy), Config(prompts_per_batch=P, samples_per_prompt=K, recency_prob=0.5), child)
+    end, batches = time.time() + seconds, 0
+    while time.time() < end:
+        prefetch.next(batches)
+        time.sleep(UPDATE)
+        batches += 1
+    board.stopping = True
+    return took, prefetch.late, batches
+
+
+def served(kind: str, writers: int, pace: float, seconds: float) -> dict:
+    """One measurement: what so many writers get rid of, and what a draw takes meanwhile."""
+    ctx = multiprocessing.get_context("spawn")
+    manager = BufferManager(ctx=ctx)
+    with uninterrupted(), environment({"OMP_NUM_THREADS": "1"}):
+        manager.start(prepare_process, ("buffer",))
+        proxy = getattr(manager, KINDS[kind])(capacity=CAPACITY, per_prompt=PER_PROMPT, recent_groups=2 * P, seed=0)
+        results, ready, go = ctx.Queue(), ctx.Semaphore(0), ctx.Event()
+        args = [(proxy, i, pace, ready, go, seconds + 1, results) for i in range(writers)]
+        processes = [ctx.Process(target=write, args=a, daemon=True) for a in args]
+        for process in processes:
+            process.start()
+    for _ in processes:
+        ready.acquire()
+    first = Writer(PROMPTS)
+    for _ in range(2 * CAPACITY // K):
+        proxy.add_packed(first.group())
+    go.set()
+    took, late, batches = draws(proxy, seconds)
+    done = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    manager.shutdown()
+    rate = sum(sent / span for sent, span in done)
+    return {
+        "kind": kind,
+        "writers": writers,
+        "pace": pace,
+        "taken_in": round(rate),
+        "draw_p50_ms": round(1e3 * median(took), 2),
+        "draw_p99_ms": round(1e3 * percentile(took, 0.99), 2),
+        "draws": batches,
+        "late": late,
+    }
+
+
+def served_table(rows: list[dict]) -> str:
+    """Markdown, medians over repeats."""
+    lines, settings = [], dict.fromkeys((r["kind"], r["writers"], r["pace"]) for r in rows)
+    for kind, writers, pace in settings:
+        mine = [r for r in rows if (r["kind"], r["writers"], r["pace"]) == (kind, writers, pace)]
+        each = f"{pace:,.0f}/s each" if pace else "full speed"
+        late = sum(r["late"] for r in mine) / sum(r["draws"] for r in mine)
+        rate, p50, p99 = (median(r[name] for r in mine) for name in ("taken_in", "draw_p50_ms", "draw_p99_ms"))
+        lines.append([f"{kind}, {writers} writers, {each}", f"{rate:,.0f}", f"{p50:.1f}", f"{p99:.1f}", f"{late:.1%}"])
+    head = ["buffer, writers", "taken in, trajectories/s", "draw median, ms", "draw p99, ms", "late prefetches"]
+    return table(head, lines)
+
+
+def figures(rows: list[dict]) -> dict:
+    """What the goals are about."""
+    paced = {n: [r for r in rows if (r["kind"], r["writers"], r["pace"]) == ("ours", n, 1000)] for n in (4, 15)}
+    out = {}
+    if paced[15]:
+        out["taken_in_15_writers_at_1000"] = median(r["taken_in"] for r in paced[15])
+    if paced[4]:
+        out["draw_p99_ms_4_writers"] = median(r["draw_p99_ms"] for r in paced[4])
+    out["late_share"] = {
+        n: round(sum(r["late"] for r in p) / sum(r["draws"] for r in p), 4) for n, p in paced.items() if p
+    }
+    return out
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    began, rows, ctx = time.time(), [], multiprocessing.get_context("spawn")
+    settings = [(kind, n, pace) for kind in KINDS for n in (1, 4, 15) for pace in (0, 1000)]
+    if args.quick:
+        settings = [(kind, 2, 1000) for kind in KINDS]
+    for repeat in range(1 if args.quick else args.repeats):
+        for kind, writers, pace in settings:
+            rows.append(served(kind, writers, pace, 1.0 if args.quick else 2.5) | {"repeat": repeat})
+        say(began, f"served, repeat {repeat}")
+    print(served_table(rows))
+    costs = []
+    for pool in POOLS:
+        for size in SIZES[: 1 if args.quick else 3]:
+            with ctx.Pool(1) as one:
+                costs.append(one.apply(measure, (size, pool, args.repeats)))
+            say(began, f"{size:,}, {pool}")
+    print("\n" + cost_table(costs))
+    if not args.quick:
+        common = {
+            "P": P,
+            "K": K,
+            "per_prompt": PER_PROMPT,
+            "recency_prob": 0.5,
+            "update_s": UPDATE,
+            "capacity": CAPACITY,
+        }
+        common |= {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS}
+        parts = [{"part": "served", **r} for r in rows] + [{"part": "by size", **r} for r in costs]
+        save("buffer", figures(rows), common, parts, began, ("numpy",))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A task with longer answers, for the generation-bound comparison: twelve-digit addition, worked out digit by digit.
+
+    3+4 8+5 ... 1+0 =  ->  =07 =13 ... =02
+
+The pairs of digits come units first; the answer has, for each pair, the carry that goes on and the digit that stays: 48
+tokens and an end. The start model is the default task's Llama; it first learnt to add, and then from demonstrations
+whose writer forgets every carry in 70 % of the answers. A third of the problems have no carry.
+
+    python tba_min.py --task bench/digits.py:make_task --max-new-tokens 49 --max-seconds 60
+"""
+
+import random
+from pathlib import Path
+
+DIGITS = 12
+CARRYING = 0.085  # share of the pairs that carry: (1 - .085)^12 = .34 of the problems have none
+CARELESS = 0.7
+
+
+class Digits:
+    """Problems are drawn once and for all, not by the run's seed."""
+
+    def __init__(self) -> None:
+        rng = random.Random(20250318)
+        small = [(a, b) for a in range(10) for b in range(10) if a + b <= 8]  # none carries, not even with one more
+        large = [(a, b) for a in range(10) for b in range(10) if a + b >= 10]
+        problems = set()
+        while len(problems) < 9000:
+            pairs = [rng.choice(large if rng.random() < CARRYING else small) for _ in range(DIGITS)]
+            problems.add("".join(f"{a}+{b} " for a, b in pairs))
+        problems = sorted(problems)
+        rng.shuffle(problems)
+        self.heldout, self.validation, self.train = problems[:500], problems[500:1000], problems[1000:]
+
+    @staticmethod
+    def solve(prompt: str, careless: bool = False) -> str:
+        """All steps, right ones, or with every carry forgotten when it is due."""
+        out, carry = [], 0
+        for pair in prompt.split():
+            total = int(pair[0]) + int(pair[2]) + carry
+            out.append(f"={total:02d} ")
+            carry = 0 if careless else total // 10
+        return "".join(out)
+
+    def reward(self, prompt: str, answer: str) -> float:
+        """1 for the right number, otherwise 0: the digits that stay, and the last carry."""
+        right = self.solve(prompt)
+        same = len(answer) == len(right) and answer[2::4] == right[2::4] and answer[-3] == right[-3]
+        return float(same)
+
+    def make_start_model(self, folder: Path, seed: int) -> None:
+        """About a minute on one core."""
+        import numpy as np
+        import torch
+
+        from start_model import make_model, make_tokenizer
+
+        torch.manual_seed(seed)
+        rng, tokenizer, model = np.random.default_rng(seed), make_tokenizer(), make_model(2 * 4 * DIGITS + 4)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
+        phases = ((450, 0.0, 2e-3), (60, CARELESS, 5e-4))  # steps, careless share, learning rate
+        for steps, careless, rate in phases:
+            for step in range(steps):
+                prompts = [self.train[i] for i in rng.integers(len(self.train), size=32)]
+                lines = [p + self.solve(p, rng.random() < careless) for p in prompts]
+                ids = torch.tensor(tokenizer(lines, add_special_tokens=False)["input_ids"])
+                ids = torch.cat([ids, torch.full((len(lines), 1), tokenizer.eos_token_id)], 1)
+                logits = model(ids, use_cache=False).logits[:, 4 * DIGITS - 1 : -1]
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 4 * DIGITS :].flatten())
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 30, (steps - step) / (0.4 * steps) + 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def make_task() -> Digits:
+    return Digits()

@@ -1,0 +1,164 @@
+"""The benches' own arithmetic, their small parts, and that README shows the tables that they saved."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = ROOT / "bench"
+RESULTS = BENCH / "results"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench_in_path():
+    """Behind the product's modules, as `python bench/<name>.py` has it."""
+    sys.path.append(str(BENCH))
+    yield
+    sys.path.remove(str(BENCH))
+
+
+def module(name):
+    """A bench, also where the product has a module of the same name."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_percentile_and_table():
+    common = module("common")
+    assert common.percentile([3, 1, 2, 4], 0.5) == 2
+    assert common.percentile(range(1, 101), 0.99) == 99 and common.percentile([7], 0.99) == 7
+    assert common.table(["a", "b"], [["x", 1]]) == "| a | b |\n| --- | ---: |\n| x | 1 |"
+
+
+def test_results_are_written_and_read_back(tmp_path, monkeypatch):
+    common = module("common")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    common.save("x", {"goal": {"1": 2.5}}, {"a": 1}, [{"r": 1}, {"r": 2}], 0.0)
+    found = common.load("x")
+    assert found["goal"] == {"1": 2.5} and found["settings"] == {"a": 1} and found["rows"] == [{"r": 1}, {"r": 2}]
+    assert {"date", "cpu", "cores", "python", "torch"} <= set(found["machine"])
+
+
+def test_the_best_settings_are_those_with_the_least_median():
+    bench = module("time_to_accuracy")
+    rows = [{"lr": 1, "seconds": s} for s in (5.0, 5.0, None)] + [{"lr": 2, "seconds": s} for s in (6.0, 1.0, 6.0)]
+    assert bench.best(rows)["lr"] == 1
+    assert bench.best(rows[1:])["lr"] == 2  # one that is not reached is endless: the median of [5, None]
+    other = [
+        {"lr": 1, "seconds": 9.0, "threads": 2, "options": {}},
+        {"lr": 1, "seconds": 3.0, "threads": 1, "options": {}},
+    ]
+    assert bench.best(other)["threads"] == 1
+
+
+def test_speedups_are_paired_by_seed():
+    bench = module("time_to_accuracy")
+    rows = [
+        {"system": "eager TBA", "split": "heldout", "seed": s, "seconds": t} for s, t in ((0, 1.0), (1, 2.0), (2, 4.0))
+    ]
+    rows += [
+        {"system": "TRL GRPO", "split": "heldout", "seed": s, "seconds": t} for s, t in ((2, 4.0), (1, 4.0), (0, 3.0))
+    ]
+    rows.append({"system": "TRL GRPO", "split": "validation", "seed": 0, "seconds": 99.0})
+    assert bench.speedups(rows) == {"trl": 2.0}  # of 3, 2 and 1
+
+
+def test_the_bound_of_overlap():
+    bench = module("time_to_accuracy")
+    spans = {"serial": {"generate": 2.0, "log pi_ref": 1.0, "forward, backward": 1.3, "step": 0.2, "evaluate": 9.0}}
+    assert bench.bound({"spans": spans}, 1.2) == pytest.approx((3.0 + 1.5) / 3.0 * 1.2)
+
+
+def test_decoupling_compares_with_the_slower_side():
+    bench = module("decoupling")
+    rows = [
+        {"case": "balanced", "what": "eager", "seconds": s, "over_limit": o} for s, o in ((1, 1.0), (2, 1.2), (3, 1.1))
+    ]
+    assert bench.figures(rows) == {"eager_over_limit": 1.1}
+    assert "| eager | 2.0 | 1.10 |" in bench.text(rows)
+
+
+def test_digits_are_worked_out():
+    task = module("digits").make_task()
+    prompt = "9+1 2+3 4+4 5+6 0+0 1+1 1+1 1+1 1+1 1+1 1+1 1+1 "
+    assert task.solve(prompt).startswith("=10 =06 =08 =11 =01 =02 ") and len(task.solve(prompt)) == 48
+    assert task.solve(prompt, careless=True).startswith("=10 =05 =08 =11 =00 ")
+    assert task.reward(prompt, task.solve(prompt)) == 1 and task.reward(prompt, task.solve(prompt, True)) == 0
+    assert task.reward(prompt, task.solve(prompt)[:-1]) == 0 and task.reward(prompt, "") == 0
+    splits = [set(task.train), set(task.validation), set(task.heldout)]
+    assert sum(map(len, splits)) == len(set.union(*splits)) == 9000
+    without = np.mean([task.solve(p) == task.solve(p, True) for p in task.heldout])
+    assert 0.25 < without < 0.45
+
+
+def test_the_stand_in_is_an_engine():
+    engine = module("stand_in").StandIn(1e6, 0)
+    engine.add(3, np.array([5], np.int32), 4)
+    engine.add(4, np.array([5], np.int32), 2)
+    assert engine.in_flight == 6
+    ((key, answers),) = engine.step()
+    assert key == 3 and len(answers) == 4 and engine.in_flight == 2
+    assert all(len(a.tokens) == len(a.log_mu) == 4 for a in answers)
+
+
+def test_a_batch_of_the_trainers_bench_differs_as_it_says():
+    bench = module("trainer")
+    groups = bench.batch((3, 16, 6, 4, 5), np.random.default_rng(0))
+    assert len(groups) == 3 and all(len(g) == 16 and len({t.response.tobytes() for t in g}) == 5 for g in groups)
+
+
+def test_a_list_per_prompt_holds_what_it_may():
+    bench = module("buffer")
+    lists, writer = bench.Lists(capacity=64, per_prompt=32), bench.Writer(3)
+    for _ in range(12):
+        lists.add_packed(writer.group())
+    assert len(lists.all) == sum(map(len, lists.prompts.values())) <= 64
+    assert max(map(len, lists.prompts.values())) <= 32
+    assert len(lists.sample_packed(2, 16)[0]) == 32 and lists.sample_packed(4, 16) is None
+
+
+# --- README ---------------------------------------------------------------------------------------------------------
+
+
+def saved(name):
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        pytest.skip(f"{name}.json was not measured yet")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", ["decoupling", "scale", "weights", "trainer"])
+def test_readme_has_the_saved_table(name):
+    assert module(name).text(saved(name)["rows"]) in (ROOT / "README.md").read_text()
+
+
+def test_readme_has_the_buffers_table():
+    rows = [r for r in saved("buffer")["rows"] if r.get("part") == "served"]
+    if not rows:
+        pytest.skip("not measured yet")
+    assert module("buffer").served_table(rows) in (ROOT / "README.md").read_text()
+
+
+def test_readme_has_the_seconds_to_accuracy():
+    assert module("time_to_accuracy").tables(saved("time_to_accuracy")) in (ROOT / "README.md").read_text()
+
+
+def test_readme_has_the_goals_figures():
+    """The ratios that goals are about stand in README as they were saved."""
+    text = (ROOT / "README.md").read_text()
+    for name, keys in GOALS.items():
+        found = saved(name)
+        for key in keys:
+            assert f"{found[key]:.2f}" in text, f"{name}: {key} {found[key]}"
+
+
+GOALS = {
+    "decoupling": ("eager_over_limit", "eager_over_uncoupled"),
+    "time_to_accuracy": ("speedup_vs_trl", "share_of_bound_generation_bound"),
+}
