@@ -3,6 +3,7 @@
 `--dry-run` prints it all; a run on GPUs logs the memory, and refuses to start where it can't fit.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -30,9 +31,14 @@ def places(config: Config) -> list[Place]:
 
 def longest_prompt(config: Config) -> int:
     """Tokens of the task's longest prompt, as far as its characters tell; in a start model each is a token."""
-    task = load_task(config.task)
-    characters = max(map(len, [*task.train, *getattr(task, config.eval_split)]))
+    characters = _characters(config.task, config.eval_split)
     return characters if config.model == START_MODEL else -(-characters // memory.CHARACTERS)
+
+
+@functools.cache  # a task may take long to load
+def _characters(spec: str, split: str) -> int:
+    task = load_task(spec)
+    return max(map(len, [*task.train, *getattr(task, split)]))
 
 
 def fit(config: Config, folder: Path) -> tuple[float, list[str]]:

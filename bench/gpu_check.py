@@ -1,6 +1,6 @@
 """Does it work on this machine's GPUs, and how fast? At most six minutes on one recent GPU; a table and a JSON file.
 
-    python bench/gpu_check.py [--out bench/results/gpu_check.json]
+    python bench/gpu_check.py                           writes bench/results/gpu_check.json
     python bench/gpu_check.py --device cpu --quick      the same flow without a GPU, small: its figures mean nothing
 
 Needs torch, transformers and numpy alone; what needs vLLM is left out, with a line, where it isn't installed. Trainer
@@ -30,6 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]  # in this order: bench/ has files of the same names
 import common  # noqa: E402
+
 import cuda_ipc  # noqa: E402
 import memory  # noqa: E402
 from buffer import Trajectory, serve  # noqa: E402
@@ -490,8 +491,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM's checks out")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_check.json")
+    parser.add_argument("--out", type=Path, help="default: bench/results/gpu_check.json, or gpu_check-cpu.json")
     args = parser.parse_args()
+    args.out = args.out or common.RESULTS / ("gpu_check.json" if args.device == "cuda" else "gpu_check-cpu.json")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu --quick runs the same flow without one")
     table, began = Table(), time.time()

@@ -4,13 +4,15 @@ import logging
 import multiprocessing
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import cuda_ipc
-from config import ConfigError
+import trainer
+from config import Config, ConfigError
 from weights import Publisher, SharedWeights, ask_for, choose
 
 TRAINER, OTHER = "GPU-aaaa", "GPU-bbbb"
@@ -159,6 +161,29 @@ def test_the_measured_bandwidth_is_told():
     text = cuda_ipc.measured(weights)
     assert text.startswith("from shared host memory, 1.0 MiB at ") and text.endswith(" GB/s")
     assert float(text.split()[-2]) > 0
+
+
+@pytest.mark.parametrize("engine, dtype", [("vllm", torch.bfloat16), ("hf", torch.float32)])
+def test_the_trainer_publishes_in_the_searchers_dtype_wherever_it_can(monkeypatch, caplog, engine, dtype):
+    """A trainer that is told it is on a GPU."""
+    device = types.SimpleNamespace(type="cuda")
+    named = [("w", torch.nn.Parameter(torch.arange(3.0)))]
+    model = types.SimpleNamespace(device=device, named_parameters=lambda: named)
+    for problem, kind in ((None, "cuda-ipc"), ("no CUDA IPC here", "shared-memory")):
+        monkeypatch.setattr(cuda_ipc, "problem", lambda _, problem=problem: problem)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            publisher = trainer.make_publisher(Config(engine=engine), model, 5)
+        assert [r.getMessage() for r in caplog.records] == [f"weights go through shared memory: {problem}"][
+            : bool(problem)
+        ]
+        assert list(publisher._snapshots) == [kind]
+        version, ((_, w),) = publisher.offer(None).read()
+        assert version == 5 and w.dtype == dtype and w.tolist() == [0, 1, 2]
+    with pytest.raises(ConfigError, match="^--weights cuda-ipc: no CUDA IPC here; use --weights shared-memory$"):
+        trainer.make_publisher(Config(engine=engine, weights="cuda-ipc"), model, 5)
+    asked = Config(engine=engine, weights="shared-memory")
+    assert list(trainer.make_publisher(asked, model, 5)._snapshots) == ["shared-memory"]
 
 
 # --- handing out ----------------------------------------------------------------------------------------------------
