@@ -1,14 +1,16 @@
-# make setup | run | test | test-slow | figures | bench | lint | lock | clean
+# make setup | run | test | test-slow | figures | bench | notebooks | sync-notebooks | lab | lint | lock | clean
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.txt || echo requirements-cpu.txt)
 STAMP := $(VENV)/.installed-$(basename $(REQUIREMENTS))
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(REQUIREMENTS))
+NOTEBOOKS := $(VENV)/.installed-requirements-notebooks
+LAB := $(VENV)/.installed-requirements-lab
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 ARGS ?=
 
-.PHONY: run setup test test-slow figures bench lint lock clean
+.PHONY: run setup test test-slow figures bench notebooks sync-notebooks lab lint lock clean
 
 run: setup
 	$(BIN)/python tba_min.py $(ARGS)
@@ -28,11 +30,30 @@ endif
 	@touch $@
 	@echo "set up."
 
+# what only the notebooks need; on a CPU the lists are complete together
+$(NOTEBOOKS): requirements-notebooks.txt | setup
+	$(PIP) $(if $(findstring cpu,$(REQUIREMENTS)),--no-deps) -r $<
+	@touch $@
+
+$(LAB): requirements-lab.txt $(NOTEBOOKS)
+	$(PIP) $(if $(findstring cpu,$(REQUIREMENTS)),--no-deps) -r $<
+	@touch $@
+
 test: setup
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
-test-slow: setup
+test-slow: $(NOTEBOOKS)
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+
+notebooks: $(NOTEBOOKS)
+	$(BIN)/python tools/notebooks.py run $(ARGS)
+	@echo "HTML in runs/notebooks, figures in docs/notebooks"
+
+sync-notebooks: $(NOTEBOOKS)
+	$(BIN)/python tools/notebooks.py sync
+
+lab: $(LAB)
+	$(BIN)/jupyter lab notebooks
 
 figures: setup  # README's timeline, from runs of its own (a few minutes)
 	$(BIN)/python bench/timeline.py $(ARGS)

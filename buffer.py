@@ -5,7 +5,7 @@ recency pool, otherwise from all that is stored, its answers then drawn uniforml
 (TBA, section 3.1). A Manager serves the buffer to the other processes; one lock guards it, and nothing in it waits.
 
 Departures from the paper: the recency pool of `eager` is the newest groups rather than the last sync's, because no
-sync ever happens there; deduplication is an option.
+sync ever happens there; deduplication is an option, and so is a limit on staleness.
 """
 
 import os

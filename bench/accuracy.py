@@ -15,10 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import common
-from common import ROOT, machine
+from common import RESULTS, ROOT, machine
 
-RESULTS = common.RESULTS / "accuracy.json"
+PLACE = RESULTS / "accuracy.json"
 EXTRA = {
     "tb": [],
     "tb, 40 s": [],
@@ -50,12 +49,12 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", default=["tb"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments, options = parser.parse_known_args()
-    known = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    known = json.loads(PLACE.read_text())["runs"] if PLACE.exists() else []
     rows = [r for r in known if r["loss"] not in arguments.losses]
     for loss in arguments.losses:
         rows += [one_run(loss, seed, options) for seed in arguments.seeds]
         text = ",\n  ".join(json.dumps(r) for r in rows)
-        RESULTS.write_text(f'{{"machine": {json.dumps(machine())},\n "runs": [\n  {text}\n ]}}\n')
+        PLACE.write_text(f'{{"machine": {json.dumps(machine())},\n "runs": [\n  {text}\n ]}}\n')
     print(f"\n{'loss':12} {'seed':>4} {'before':>7} {'after':>7} {'RL s':>6} {'total s':>8}")
     for r in rows:
         print(

@@ -28,87 +28,25 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from baselines import frozen_kl_loss, tba_prime_loss  # noqa: E402
-from loss import tb_loss  # noqa: E402
+from toy import CLIP, TOKENS, final_kl, learn, problem, repeated  # noqa: E402
 
-VOCABULARY, LENGTH, K, CLIP = 4, 4, 16, 8.0
+K = 16
 BETAS, LAGS = (0.1, 0.25, 1.0, 4.0), (0, 20, 200)
 RATES = {"adam": (0.005, 0.02, 0.05), "sgd": (0.3, 1.0, 3.0)}
-OPTIMIZERS = {
-    "adam": ("torch.optim.Adam, betas .9 and .999", torch.optim.Adam),
-    "sgd": ("torch.optim.SGD, no momentum", torch.optim.SGD),
-}
-
-
-def frozen_is_loss(log_pi: Tensor, log_mu: Tensor, log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
-    """The frozen-KL policy gradient, corrected for who wrote the answers as TBA' does it. [P, K]."""
-    shaped = reward - beta * (log_mu - log_ref)
-    weight = (log_pi - log_mu).detach().exp().clamp(max=CLIP)
-    return -(weight * (shaped - shaped.mean(1, keepdim=True)) * log_pi).mean()
-
-
-LOSSES = {  # name: loss of (log_pi, log_mu, log_ref, reward, beta), all [P, K]
-    "TB": lambda pi, mu, ref, r, beta: beta / 2 * tb_loss(pi, ref, r, beta),
-    "clipped IS": lambda pi, mu, ref, r, beta: tba_prime_loss(pi, mu, ref, r, beta, CLIP),
-    "frozen KL": frozen_kl_loss,
-    "frozen KL + IS": frozen_is_loss,
-}
-
-
-def all_sequences() -> tuple[Tensor, Tensor]:
-    """Tokens [256, 4], and the row of the policy's table that each is drawn from [256, 4]."""
-    tokens = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
-    rows = []
-    for t in range(LENGTH):
-        prefix = sum((tokens[:, i] * VOCABULARY ** (t - 1 - i) for i in range(t)), torch.zeros(len(tokens)).long())
-        rows.append(sum(VOCABULARY**i for i in range(t)) + prefix)
-    return tokens, torch.stack(rows, 1)
-
-
-TOKENS, ROWS = all_sequences()
-STATES = sum(VOCABULARY**t for t in range(LENGTH))  # 85
-
-
-def log_probabilities(table: Tensor) -> Tensor:
-    """[B, 85, 4] logits -> [B, 256] log-probabilities of all sequences."""
-    return table.log_softmax(-1).flatten(1)[:, ROWS * VOCABULARY + TOKENS].sum(-1)
+OPTIMIZERS = {"adam": "torch.optim.Adam, betas .9 and .999", "sgd": "torch.optim.SGD, no momentum"}
+COMPARED = ("TB", "clipped IS", "frozen KL", "frozen KL + IS")
 
 
 def run(loss: str, optimizer: str, beta: float, updates: int, seeds: int) -> list[dict]:
-    """Train every lag, learning rate and seed at one time, as rows of one batch: they share nothing but the clock."""
+    """Train every lag, learning rate and seed at one time (toy.learn), and say how far from the target each ends."""
     rates = RATES[optimizer]
-    each = list(itertools.product(LAGS, range(seeds)))
-    lags = torch.tensor([lag for _ in rates for lag, _ in each])  # [B]
-    problems = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
-    starts = [torch.randn(STATES, VOCABULARY, generator=g) for g in problems]
-    rewards = [torch.rand(len(TOKENS), generator=g) for g in problems]
-    start = torch.stack([starts[seed] for _, seed in each])  # [B / rates, 85, 4]
-    reward = torch.stack([rewards[seed] for _, seed in each]).repeat(len(rates), 1)  # [B, 256]
-    log_ref = log_probabilities(start).repeat(len(rates), 1)
-    log_target = (log_ref + reward / beta).log_softmax(1)
-
-    tables = [start.clone().requires_grad_() for _ in rates]
-    groups = [{"params": [table], "lr": rate} for table, rate in zip(tables, rates, strict=True)]
-    stepper = OPTIMIZERS[optimizer][1](groups, lr=0.0)
-    draws = torch.Generator().manual_seed(1)
-    history = torch.empty(updates, len(lags), len(TOKENS))  # log pi of all sequences before each update
-    distances = []
-    for step in range(updates):
-        log_pi = log_probabilities(torch.cat(tables))  # [B, 256]
-        history[step] = log_pi.detach()
-        log_mu = history[(step - lags).clamp(min=0), torch.arange(len(lags))]
-        mu = log_mu.exp().nan_to_num(1.0)  # rows that diverged go on, of no use to anybody
-        drawn = torch.multinomial(mu, K, replacement=True, generator=draws)  # [B, K]
-        batch = (x.gather(1, drawn) for x in (log_pi, log_mu, log_ref, reward))
-        stepper.zero_grad()
-        (LOSSES[loss](*batch, beta) * len(lags)).backward()  # a sum over rows: they don't share a gradient
-        stepper.step()
-        if step >= updates - 100:
-            distances.append((history[step].exp() * (history[step] - log_target)).sum(1))
-    final = torch.stack(distances).mean(0).nan_to_num(torch.inf, torch.inf).view(len(rates), len(LAGS), seeds)
-    untrained = (log_ref.exp() * (log_ref - log_target)).sum(1)[:seeds]
+    start = repeated(problem(seeds), len(rates) * len(LAGS))  # rates, in them lags, in them seeds
+    lags = torch.tensor(LAGS).repeat_interleave(seeds).repeat(len(rates))
+    course = learn(loss, start, beta, lags, list(rates), updates, K, optimizer)
+    final = final_kl(course).view(len(rates), len(LAGS), seeds)
+    untrained = course.untrained[:seeds].median().item()
     return [
-        {"loss": loss, "optimizer": optimizer, "beta": beta, "lr": rate, "lag": lag, "start": untrained.median().item()}
+        {"loss": loss, "optimizer": optimizer, "beta": beta, "lr": rate, "lag": lag, "start": untrained}
         | {"kl": finite(final[i, j].median()), "kl_seeds": [finite(x) for x in final[i, j]]}
         for (i, rate), (j, lag) in itertools.product(enumerate(rates), enumerate(LAGS))
     ]
@@ -152,12 +90,12 @@ def table(rows: list[dict]) -> str:
     lines = [
         f"KL to the exact target at lag {' / '.join(map(str, LAGS))}",
         "",
-        "| optimizer | beta | KL at the start | lr | " + " | ".join(LOSSES) + " |",
-        "| --- " * (4 + len(LOSSES)) + "|",
+        "| optimizer | beta | KL at the start | lr | " + " | ".join(COMPARED) + " |",
+        "| --- " * (4 + len(COMPARED)) + "|",
     ]
     for optimizer, beta in itertools.product(RATES, BETAS):
         for rate in RATES[optimizer]:
-            cells = [" / ".join(cell(kl[optimizer, beta, rate, loss, lag]) for lag in LAGS) for loss in LOSSES]
+            cells = [" / ".join(cell(kl[optimizer, beta, rate, loss, lag]) for lag in LAGS) for loss in COMPARED]
             lines.append(f"| {optimizer} | {beta:g} | {start[beta]:.2g} | {rate:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -171,13 +109,13 @@ def main() -> None:
     if args.updates < 100 or args.seeds < 1:
         parser.error("--updates must be at least 100 and --seeds at least 1")
     began, rows = time.time(), []
-    for optimizer, loss, beta in itertools.product(RATES, LOSSES, BETAS):
+    for optimizer, loss, beta in itertools.product(RATES, COMPARED, BETAS):
         rows += run(loss, optimizer, beta, args.updates, args.seeds)
         print(f"\r{time.time() - began:4.0f} s  {optimizer}, {loss}, beta {beta:g}", end="\033[K", file=sys.stderr)
     print("\r\033[K", end="", file=sys.stderr)
     print(table(rows))
     settings = {"updates": args.updates, "seeds": args.seeds, "K": K, "clip": CLIP, "sequences": len(TOKENS)}
-    settings["optimizers"] = {name: words for name, (words, _) in OPTIMIZERS.items()}
+    settings["optimizers"] = OPTIMIZERS
     result = {"machine": machine() | {"seconds": round(time.time() - began)}, "settings": settings, "rows": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(one_row_a_line(result))

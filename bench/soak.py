@@ -21,19 +21,14 @@ import time
 from pathlib import Path
 
 import psutil
+from common import RESULTS, ROOT, machine  # first: it puts our modules before the benches of the same names
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from common import machine  # noqa: E402
-
-from buffer import unpack  # noqa: E402
-from checkpoint import all_in, load_buffer  # noqa: E402
-from metrics import read_jsonl  # noqa: E402
+from buffer import unpack
+from checkpoint import all_in, load_buffer
+from metrics import read_jsonl
 
 SMALL = 2_000_000  # bytes: a trainer that may write no larger file can't write its optimizer's state of 2.8 MB
 HEARTBEAT = 8  # seconds
-RESULTS = ROOT / "bench" / "results" / "soak.json"
 
 
 class Wrong(AssertionError):
@@ -48,6 +43,7 @@ class Soak:
         self.out = self.tmp / "run"
         self.options = ["--gpus", "0", "--engine", engine, "--steps", "1000000", "--decay-steps", "0", "--lr", "3e-5"]
         self.options += ["--max-seconds", "0", "--eval-every", "50", "--checkpoint-every", "20"]
+        self.options += ["--buffer-capacity", "20000"]  # full soon, so that memory can be seen to stay
         self.options += ["--heartbeat-timeout", str(HEARTBEAT), "--max-restarts", "1000"]
         self.options += ["--cache", cache] if cache else []
         self.memory: list[tuple[float, str, int, float]] = []  # seconds, process, resident bytes, its age in seconds
@@ -67,9 +63,21 @@ class Soak:
             env=os.environ | {"TMPDIR": str(self.tmp / "sockets")}, start_new_session=True,
         )  # fmt: skip
         begun = time.time()
-        # resumed, it first drops the rows after its checkpoint
-        self.wait(lambda: self.rows() and self.changed("metrics.jsonl") > begun and self.trains(), 400)
+        self.wait(self.trains_since(begun), 400)
+        self.wait(self.ended_or(lambda: all_in(self.out / "checkpoints")), 400)  # or there is nothing to resume
         print(f"{self.now():7.1f} s  {'resumed' if done else 'started'}, trains update {len(self.rows())}", flush=True)
+
+    def trains_since(self, begun: float):
+        """Resumed, a run first drops the rows after its checkpoint."""
+        return self.ended_or(lambda: self.rows() and self.changed("metrics.jsonl") > begun and self.trains())
+
+    def ended_or(self, condition):
+        def holds() -> bool:
+            if self.process.poll() is not None:
+                raise Wrong(f"the run ended with {self.process.returncode}:\n{self.printed()[-2000:]}")
+            return condition()
+
+        return holds
 
     def trains(self) -> bool:
         before = len(self.rows())
@@ -113,9 +121,12 @@ class Soak:
                 raise Wrong(f"it did not come in {seconds:g} s; the last that was printed:\n{self.printed()[-2000:]}")
             time.sleep(0.1)
 
-    def ends(self, expected: tuple[int, ...], family: list[psutil.Process]) -> None:
-        """The run must end by itself with one of these codes, with nothing left; it is then resumed."""
-        begun = time.time()
+    def ends(self, expected: tuple[int, ...], family: list[psutil.Process], noticed: float = 0.0) -> None:
+        """The run must end by itself with one of these codes, with nothing left.
+
+        noticed: seconds after which the fault counts as noticed; the shutdown is timed from there.
+        """
+        begun = time.time() + noticed
         self.wait(lambda: self.process.poll() is not None, 60)
         if self.process.returncode not in expected:
             raise Wrong(f"exit code {self.process.returncode}, not {expected}:\n{self.printed()[-2000:]}")
@@ -152,7 +163,8 @@ class Soak:
             if what == "killed while writing":
                 self.wait(lambda: list((self.out / "checkpoints").glob(".writing-*")), 100)
             os.kill(self.pid(victim), signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
-            self.ends((-signal.SIGKILL,) if victim == "parent" else (1,), family)
+            codes = (-signal.SIGKILL,) if victim == "parent" else (1,)
+            self.ends(codes, family, noticed=HEARTBEAT if what == "stopped" else 0.0)
         if self.process.poll() is not None:
             self.start()
 
@@ -235,7 +247,7 @@ def main() -> None:
     result |= {"survived": {kind: len(seconds) for kind, seconds in kinds.items()}, "faults": len(done)} | found
     print(json.dumps(result, indent=2))
     if args.minutes >= 30:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+        (RESULTS / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
     shutil.rmtree(soak.tmp)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from config import visible_gpus
 from metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +21,14 @@ SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-
 SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
 SHORT += ["--task", "tests/checksum.py:make_task"]
 ENDLESS = [*SHORT, "--steps", "100000", "--max-seconds", "0", "--engine", "hf"]
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped where there is none."""
+    if not visible_gpus():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,14 @@ import torch
 import buffer
 import checkpoint
 from child import prepare_buffer
-from config import ConfigError
-from metrics import Board, keep_rows_before, read_jsonl
+from config import Config, ConfigError
+from engine import Answer
+from metrics import Board, Clock, keep_rows_before, read_jsonl
 from policy import check_prompts, load_policy
 from supervisor import Heartbeats
 from tasks import OutOfTime, is_right, limited, reward_of
 from trainer import Trainer
-from weights import SharedWeights, ask_for, hand_out
+from weights import Publisher, ask_for
 
 # --- who may talk, and what is believed ---------------------------------------------------------------------------
 
@@ -56,10 +57,9 @@ def test_the_manager_listens_locally_and_only_to_its_own():
 
 
 def test_the_weight_handle_goes_to_all_who_know_the_key_again_and_again(tmp_path):
-    weights = SharedWeights.like([("a", torch.zeros(3))])
-    weights.publish([("a", torch.arange(3.0))], 7)
+    weights = Publisher([("a", torch.arange(3.0))], 7, "shared-memory")
     address = str(tmp_path / "weights")
-    hand_out(weights, address)
+    weights.hand_out(address)
     for _ in range(3):
         got = ask_for(address, lambda: True)
         version, ((name, tensor),) = got.read()
@@ -250,3 +250,39 @@ def test_weights_that_are_not_finite_are_refused(tiny_folder, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"its weight lm_head.weight is not finite"):
         load_policy(str(tmp_path))
+
+
+class Grader:
+    train = ["a"]
+
+    def __init__(self):
+        self.seen = []
+
+    def reward(self, prompt, answer):
+        self.seen.append(answer)
+        return 1.0
+
+
+def test_answers_that_are_no_text_or_empty_are_graded_and_counted():
+    """Bytes that are no UTF-8, an empty answer, one at its longest; a real byte-level tokenizer."""
+    from fake import FakeSearcher
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    end, euro = tokenizer.eos_token_id, tokenizer.encode("€")
+    assert len(euro) == 3
+    texts = {"€": [*euro, end], "\ufffd": [*euro[:2], end], "": [end], "€€": euro * 2}
+    answers = [
+        Answer(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop" if end in ids else "length")
+        for ids in texts.values()
+    ]
+    grader, config = Grader(), Config(gpus=0)
+    one = FakeSearcher(None, None, grader, tokenizer, config, iter([]), (0, 0), Clock())
+    written = one._score([(0, answers)])
+    assert grader.seen == list(texts) and [t.reward for t in written] == [1.0] * 4
+    assert (one.undecodable, one.truncated, one.bad_rewards) == (1, 1, 0)
+    assert [len(t.response) for t in written] == [4, 3, 1, 6]

@@ -2,12 +2,16 @@
 
     python tools/lock.py        (with the Python version that is to be used; needs the network)
 
+Then requirements-notebooks.txt and requirements-lab.txt anew: what is asked for by name stands at their top and stays;
+below it comes what that needs and the lists before it do not have, at versions that suit them.
+
 Left out are: torchvision, torchaudio and torchcodec (PyPI's builds do not load beside the CPU build of torch, and then
 every import of transformers fails), compilers of kernels (triton, numba, llvmlite, intel-openmp), and what serves HTTP
 endpoints, tools, images and telemetry exports. tests/test_setup.py checks that what is left imports and runs.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,18 +31,44 @@ HEAD = """\
 # Pinned; made by `make lock` (tools/lock.py) from requirements.in. Install with `pip install --no-deps -r`: the list is
 # complete for text models on a CPU, and leaves out what vLLM's metadata asks for besides (see tools/lock.py).
 """
+NEEDED = "# what they need:"
 
 
-def main() -> None:
+def resolve(*arguments: str | Path) -> list[tuple[str, str]]:
+    """Name and version of all that pip would install into an empty environment."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        subprocess.run([*command, "--report", report, "-r", ROOT / "requirements.in"], check=True)
+        subprocess.run([*command, "--report", report, *arguments], check=True)
         packages = [i["metadata"] for i in json.loads(report.read_text())["install"]]
-    rows = sorted((p["name"].lower(), p["version"]) for p in packages)
+    return sorted((p["name"].lower(), p["version"]) for p in packages)
+
+
+def normal(name: str) -> str:
+    """A package's name as pip compares it."""
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def lock_more(path: Path, before: list[Path]) -> None:
+    """Write anew what stands under NEEDED in a list that is installed after others."""
+    asked = path.read_text().split(NEEDED)[0]
+    there = {normal(name) for p in before for name in re.findall(r"^([\w.-]+)==", p.read_text(), re.M)}
+    names = {normal(name) for name in re.findall(r"^([\w.-]+)==", asked, re.M)}
+    limits = [argument for p in before for argument in ("-c", p)]
+    more = [f"{n}=={v}" for n, v in resolve("-r", path, *limits) if normal(n) not in there | names]
+    path.write_text(asked + "\n".join([NEEDED, *more]) + "\n")
+    print(f"{path.name}: {len(names)} asked for, {len(more)} needed")
+
+
+def main() -> None:
+    rows = resolve("-r", ROOT / "requirements.in")
     kept = [f"{name}=={version}" for name, version in rows if name not in LEFT_OUT]
     (ROOT / "requirements-cpu.txt").write_text(HEAD + "\n".join(kept) + "\n")
     print(f"requirements-cpu.txt: {len(kept)} packages, {len(rows) - len(kept)} left out")
+    before = [ROOT / "requirements-cpu.txt"]
+    for name in ("requirements-notebooks.txt", "requirements-lab.txt"):
+        lock_more(ROOT / name, before)
+        before.append(ROOT / name)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,258 @@
+"""Runs as the notebooks read them: start one as a process of its own, or read one that was kept in the repository.
+
+What is kept (`keep`) is a run's folder thinned out to what the notebooks draw, as one JSON file; `stream` is the
+trajectories of a run in the order in which they came, without log mu. tools/save_runs.py makes both.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from buffer import ReplayBuffer, Trajectory
+from metrics import read_jsonl
+
+ROOT = Path(__file__).resolve().parent
+SAVED = ROOT / "notebooks" / "saved"
+COLUMNS = ("step", "seconds", "seconds_after", "imbalance", "reward", "staleness", "staleness_max", "log_ratio_mu")
+COLUMNS += ("kl_ref", "distinct", "accuracy")
+
+
+@dataclass
+class SavedRun:
+    """What a notebook shows of a run."""
+
+    config: dict  # config.json
+    summary: dict  # summary.json
+    rows: list[dict]  # metrics.jsonl, the columns that are drawn
+    ages: dict[int, int]  # staleness in trainer updates -> trajectories trained at it, in the whole run
+    trace: list[dict]  # two seconds of timeline.json, from its second 0 on
+    answers: list[list[str]]  # held-out prompt, greedy answer before RL, after it
+
+    @property
+    def accuracy(self) -> list[tuple[int, float, float]]:
+        """Held-out evaluations: trainer update, second of RL, share that is right."""
+        return [tuple(e) for e in self.summary["evaluations"]]
+
+
+# --- starting and reading a run -------------------------------------------------------------------------------------
+
+
+def run_job(out: Path, *options: str) -> SavedRun:
+    """Run `tba_min.py` as a process of its own, show what it prints, and read its folder.
+
+    Raises:
+        RuntimeError: when it does not end well; its last lines are in the text.
+    """
+    command = [sys.executable, str(ROOT / "tba_min.py"), "--out", str(Path(out).resolve()), *options]
+    print("python tba_min.py", *options, flush=True)
+    lines: list[str] = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}: {''.join(lines[-8:])}")
+    return read_run(Path(out))
+
+
+def obtain(file: str, options: list[str], replay: bool) -> SavedRun:
+    """The saved run of that name, or a new one by these options, in a folder of its own."""
+    if replay:
+        return read_run(SAVED / f"{file}.json")
+    return run_job(Path(tempfile.mkdtemp()) / file, *options)
+
+
+def read_run(place: Path) -> SavedRun:
+    """A run from its folder, or from the JSON file that `keep` made of one."""
+    place = Path(place)
+    if place.is_file():
+        kept = json.loads(place.read_text())
+        kept["trace"] = [_event(*e) for e in kept["trace"]]
+        kept["ages"] = {int(age): n for age, n in kept["ages"].items()}
+        return SavedRun(**kept)
+    config, summary = (json.loads((place / f"{name}.json").read_text()) for name in ("config", "summary"))
+    full = read_jsonl(place / "metrics.jsonl")
+    ages: Counter[int] = Counter()
+    for row in full:
+        ages.update({int(age): n for age, n in row["ages"].items()})
+    rows = [{c: row[c] for c in COLUMNS if c in row} for row in full]
+    trace = two_seconds(json.loads((place / "timeline.json").read_text())["traceEvents"])
+    return SavedRun(config, summary, rows, dict(sorted(ages.items())), trace, before_and_after(config, place))
+
+
+def two_seconds(trace: list[dict]) -> list[dict]:
+    """The last two seconds before the last publication, moved to second 0."""
+    begin = max((e["ts"] for e in trace if e["name"] == "publish"), default=0) - 2_000_000
+    names = [e for e in trace if e["ph"] == "M"]
+    spans = [e for e in trace if e["ph"] == "X" and begin < e["ts"] + e["dur"] and e["ts"] < begin + 2_000_000]
+    return names + [e | {"ts": e["ts"] - begin} for e in spans]
+
+
+def before_and_after(config: dict, out: Path, count: int = 8) -> list[list[str]]:
+    """Greedy answers to the first held-out prompts, by the start model and by the policy that the run saved."""
+    from config import Config
+    from start_model import start_model_path
+
+    known = {f.name for f in dataclasses.fields(Config)}
+    settled = Config(**{name: value for name, value in config.items() if name in known})
+    start = start_model_path(settled) if settled.model == "start" else settled.model
+    end = max((out / "checkpoints").glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")))
+    prompts, before = greedy(str(start), settled, count)
+    return [list(row) for row in zip(prompts, before, greedy(str(end), settled, count)[1], strict=True)]
+
+
+def greedy(folder: str, config, count: int) -> tuple[list[str], list[str]]:
+    """Held-out prompts of the task, and what a model folder answers to them greedily."""
+    from engine import HfEngine, Sampling
+    from policy import load_policy, load_tokenizer, stop_tokens
+    from tasks import load_task
+
+    prompts, tokenizer = list(load_task(config.task).heldout[:count]), load_tokenizer(folder)
+    ids = [np.array(i, np.int32) for i in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
+    stop = stop_tokens(folder, tokenizer)
+    sampling = Sampling(1.0, config.max_new_tokens, tuple(stop), max(map(len, ids)), count)
+    engine = HfEngine(load_policy(folder), sampling, stop[0])
+    answers = [group[0].tokens for group in engine.generate(ids, 1, greedy=True)]
+    return prompts, tokenizer.batch_decode(answers, skip_special_tokens=True)
+
+
+# --- keeping one ----------------------------------------------------------------------------------------------------
+
+
+def keep(run: SavedRun, place: Path, timeline: bool) -> None:
+    """Write a run to one JSON file: numbers to four digits, the timeline only where it is asked for."""
+    summary = run.summary | {"evaluations": [[s, _short(t), _short(a)] for s, t, a in run.summary["evaluations"]]}
+    trace = run.trace if timeline else []
+    head = {
+        "config": {name: value for name, value in run.config.items() if name not in ("out", "cache")},
+        "summary": {name: _short(value) for name, value in summary.items() if name not in ("model", "checkpoint")},
+        "ages": run.ages,
+        "answers": run.answers,
+    }
+    rows = ",\n".join(json.dumps({name: _short(value) for name, value in row.items()}) for row in run.rows)
+    events = ",\n".join(json.dumps(_flat(e)) for e in trace)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    start = json.dumps(head).removesuffix("}")
+    place.write_text(f'{start},\n"rows": [\n{rows}\n],\n"trace": [\n{events}\n]}}\n')
+
+
+def _short(value):
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _flat(e: dict) -> list:
+    """An event as [row, name] or [row, name, milliseconds, milliseconds, thread]."""
+    if e["ph"] == "M":
+        return [e["pid"], e["args"]["name"]]
+    return [e["pid"], e["name"], round(e["ts"] / 1000, 1), round(e["dur"] / 1000, 1), e["tid"]]
+
+
+def _event(pid: int, name: str, ts: float | None = None, dur: float = 0.0, tid: int = 0) -> dict:
+    if ts is None:
+        return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": ts * 1000, "dur": dur * 1000}
+
+
+# --- a stream of trajectories ---------------------------------------------------------------------------------------
+
+
+def keep_stream(packed: tuple, prompts: list[str], place: Path) -> None:
+    """Write packed trajectories (buffer.pack), in the order in which they came, without log mu."""
+    head, _, responses, _ = packed
+    small = {name: head[name].astype(np.uint16) for name in ("prompt_id", "policy_version", "version_last")}
+    small |= {"reward": head["reward"].astype(np.float16), "log_ref": head["log_ref"].astype(np.float16)}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lengths = head["len"].astype(np.uint8)
+    np.savez_compressed(place, **small, len=lengths, responses=responses.astype(np.uint8), prompts=np.array(prompts))
+
+
+def read_stream(place: Path) -> tuple[list[Trajectory], list[str]]:
+    """Trajectories in the order in which they came (log mu, which nothing here reads, is 0), and the prompts' texts."""
+    kept = np.load(place)
+    ends = np.concatenate([[0], np.cumsum(kept["len"], dtype=np.int64)])
+    responses, prompts = kept["responses"].astype(np.int32), kept["prompts"].tolist()
+    columns = (kept[name].tolist() for name in ("prompt_id", "reward", "log_ref", "policy_version", "version_last"))
+    out = []
+    for i, (prompt, reward, log_ref, first, last) in enumerate(zip(*columns, strict=True)):
+        response = responses[ends[i] : ends[i + 1]]
+        nothing = np.zeros(len(response), np.float32)
+        out.append(
+            Trajectory(
+                (0, 0, i), prompt, np.zeros(1, np.int32), response, "stop", reward, log_ref, nothing, first, last, 0
+            )
+        )
+    return out, prompts
+
+
+def arrivals(stream: list[Trajectory]) -> Iterator[tuple[int, list[list[Trajectory]]]]:
+    """Trainer update, and the groups that came in it: that of the newest weights that may have written a token."""
+    by_update: dict[int, dict[tuple, list[Trajectory]]] = {}
+    for t in stream:
+        groups = by_update.setdefault(t.version_last, {})
+        groups.setdefault((t.prompt_id, t.policy_version), []).append(t)
+    for update in range(max(by_update) + 1):
+        yield update, list(by_update.get(update, {}).values())
+
+
+def replay(
+    stream: list[Trajectory],
+    buffer: ReplayBuffer,
+    p: int,
+    k: int,
+    m: float,
+    inverse_temperature: float = 0.0,
+    every: int = 1,
+) -> list[dict]:
+    """Put a recorded stream through a buffer, draw a batch after each `every` trainer updates. -> a row for each draw.
+
+    What is drawn teaches nobody: the stream was written by a run with its own settings, and stays what it was.
+    """
+    rows = []
+    for update, groups in arrivals(stream):
+        for group in groups:
+            buffer.add(group)
+        batch = None if update % every else buffer.sample(p, k, m, inverse_temperature)
+        if batch is None:
+            continue
+        seen = {"stored": buffer.contents(), "drawn": [t for group in batch for t in group]}
+        row = {"update": update, "held": len(seen["stored"])}
+        for name, trajectories in seen.items():
+            row |= {f"{name}_{what}": value for what, value in _look(trajectories, update).items()}
+        rows.append(row)
+    return rows
+
+
+def over_time(rows: list[dict], name: str, width: int = 1) -> tuple[list[int], list[float]]:
+    """A column of a replay as a curve: trainer updates, and means of `width` neighbours. A list counts as its mean."""
+    values = np.convolve([np.mean(row[name]) for row in rows], np.ones(width) / width, "valid")
+    return [row["update"] for row in rows][width - 1 :], values.tolist()
+
+
+def gathered(rows: list[dict], name: str, start: int = 0) -> list[int]:
+    """All numbers of a column of lists, from row `start` on."""
+    return [value for row in rows[start:] for value in row[name]]
+
+
+def as_text(t: Trajectory, prompts: list[str]) -> str:
+    """A trajectory of the addition task as a reader sees it."""
+    from start_model import VOCABULARY
+
+    answer = "".join(VOCABULARY[i] for i in t.response)
+    return f"{prompts[t.prompt_id]}{answer:12} reward {t.reward:.0f}, written by version {t.policy_version}"
+
+
+def _look(trajectories: list[Trajectory], update: int) -> dict:
+    answers = {(t.prompt_id, t.response.tobytes()) for t in trajectories}
+    return {
+        "ages": [update - t.policy_version for t in trajectories],
+        "reward": float(np.mean([t.reward for t in trajectories])),
+        "distinct": len(answers) / len(trajectories),
+    }

@@ -1,0 +1,77 @@
+"""Make what the notebooks read where no run is to be waited for: notebooks/saved/.
+
+    python tools/save_runs.py [--cache .cache]        (five runs with vLLM on two quiet cores: 6 minutes)
+
+`default.json`, `m_0.json`, `huge_k.json` and `small_beta.json` are runs of notebook 6, thinned out; `stream.npz` is all
+trajectories of a fifth one, on 256 of the problems so that each comes again and again, for notebook 2.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from config import Config, resolve  # noqa: E402
+from saved_run import SAVED, keep, keep_stream, run_job  # noqa: E402
+from tba_min import Run  # noqa: E402
+
+SAME = ["--steps", "200", "--max-seconds", "0", "--eval-every", "10", "--eval-prompts", "250", "--seed", "0"]
+RUNS = {  # file: what is wrong with it
+    "default": [],
+    "m_0": ["--recency-prob", "0"],
+    "huge_k": ["--sync-every", "100"],
+    "small_beta": ["--beta", "0.002"],
+}
+
+
+class Recording(Run):
+    """A run that keeps what its buffer held at the end: with room enough, all that was ever written."""
+
+    packed = None
+
+    def _stop(self) -> None:
+        self.packed = self.buffer.state_dict()["trajectories"]
+        super()._stop()
+
+
+def few_problems():
+    """The addition task with 256 problems to train on."""
+    from tasks import Addition
+
+    task = Addition()
+    task.train = task.train[:256]
+    return task
+
+
+def record_stream(cache: str, out: str) -> None:
+    from start_model import start_model_path
+
+    start = start_model_path(Config(task="addition", cache=cache))
+    here = f"{Path(__file__).resolve()}:few_problems"
+    options = {"steps": 200, "max_seconds": 0.0, "eval_every": 0, "per_prompt_capacity": 100_000, "out": out}
+    run = Recording(resolve(Config(task=here, model=str(start), gpus=0, **options)))
+    if run.go():
+        sys.exit("the run failed")
+    keep_stream(run.packed, few_problems().train, SAVED / "stream.npz")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cache", default=".cache")
+    parser.add_argument("--only", nargs="+", default=[*RUNS, "stream"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.only:
+            out = str(Path(folder) / name)
+            if name == "stream":
+                record_stream(arguments.cache, out)
+            else:
+                run = run_job(Path(out), *SAME, *RUNS[name], "--gpus", "0", "--cache", arguments.cache)
+                keep(run, SAVED / f"{name}.json", timeline=name == "default")
+    for path in sorted(SAVED.iterdir()):
+        print(f"{path.name:20} {path.stat().st_size / 1000:6.1f} kB")
+
+
+if __name__ == "__main__":
+    main()
