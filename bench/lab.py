@@ -362,11 +362,10 @@ def train(here, config, folder: str, out: Path, proxy) -> list:
 
 def hand_out(here, folder: str, out: Path) -> None:
     """Give the searchers a folder's weights, as a trainer does at its start."""
-    import weights
     from policy import load_policy, named_weights
+    from weights import Publisher
 
-    model = load_policy(folder)
-    weights.Publisher(named_weights(model), 0, "shared-memory").hand_out(_address(out))
+    Publisher(named_weights(load_policy(folder)), 0, "shared-memory").hand_out(_address(out))
 
 
 def first_above(here, config, folder: str, target: float, every: int) -> tuple:
