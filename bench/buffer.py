@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from common import arguments, median, percentile, save, say, table  # noqa: I001
+from common import RESULTS, arguments, load, median, percentile, save, say, table  # noqa: I001
 
 from buffer import BufferManager, Trajectory, _Server, pack, unpack
 from child import environment, prepare_process, uninterrupted
@@ -262,35 +262,38 @@ def figures(rows: list[dict]) -> dict:
 
 
 def main() -> None:
-    args = arguments(__doc__)
-    began, rows, ctx = time.time(), [], multiprocessing.get_context("spawn")
-    settings = [(kind, n, pace) for kind in KINDS for n in (1, 4, 15) for pace in (0, 1000)]
+    args = arguments(__doc__, part="both")
+    began, ctx = time.time(), multiprocessing.get_context("spawn")
+    known = load("buffer")["rows"] if (RESULTS / "buffer.json").exists() else []
+    rows, costs = ([r for r in known if r["part"] == part] for part in ("served", "by size"))
+    if args.part in ("both", "served"):
+        rows = all_served(args, began)
+    if args.part in ("both", "size"):
+        costs = []
+        for pool in POOLS:
+            for size in SIZES[: 1 if args.quick else 3]:
+                with ctx.Pool(1) as one:
+                    costs.append({"part": "by size"} | one.apply(measure, (size, pool, args.repeats)))
+                say(began, f"{size:,}, {pool}")
+    print(served_table(rows) + "\n\n" + cost_table(costs))
+    if not args.quick:
+        common = {"P": P, "K": K, "per_prompt": PER_PROMPT, "recency_prob": 0.5, "update_s": UPDATE}
+        common |= {"capacity": CAPACITY, "prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS}
+        save("buffer", figures(rows), common, rows + costs, began, ("numpy",))
+
+
+def all_served(args, began: float) -> list[dict]:
+    """All measurements with writers."""
+    settings = [("ours", n, pace) for n in (1, 4, 15) for pace in (0, 1000)]
+    settings += [("list per prompt", n, 1000) for n in (1, 4, 15)]
     if args.quick:
         settings = [(kind, 2, 1000) for kind in KINDS]
+    rows = []
     for repeat in range(1 if args.quick else args.repeats):
-        for kind, writers, pace in settings:
-            rows.append(served(kind, writers, pace, 1.0 if args.quick else 2.5) | {"repeat": repeat})
+        for setting in settings:
+            rows.append({"part": "served", "repeat": repeat} | served(*setting, 1.0 if args.quick else 2.0))
         say(began, f"served, repeat {repeat}")
-    print(served_table(rows))
-    costs = []
-    for pool in POOLS:
-        for size in SIZES[: 1 if args.quick else 3]:
-            with ctx.Pool(1) as one:
-                costs.append(one.apply(measure, (size, pool, args.repeats)))
-            say(began, f"{size:,}, {pool}")
-    print("\n" + cost_table(costs))
-    if not args.quick:
-        common = {
-            "P": P,
-            "K": K,
-            "per_prompt": PER_PROMPT,
-            "recency_prob": 0.5,
-            "update_s": UPDATE,
-            "capacity": CAPACITY,
-        }
-        common |= {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": ANSWER_TOKENS}
-        parts = [{"part": "served", **r} for r in rows] + [{"part": "by size", **r} for r in costs]
-        save("buffer", figures(rows), common, parts, began, ("numpy",))
+    return rows
 
 
 if __name__ == "__main__":

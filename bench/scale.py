@@ -24,6 +24,7 @@ from config import Config, resolve
 COUNTS = (1, 2, 4, 8, 15)
 RATE = 120.0  # answers a second of one stand-in
 OPTIONS = {
+    "engine": "hf",  # so that nobody imports vLLM
     "prompts_per_batch": 16, "samples_per_prompt": 16, "in_flight": 64, "replay_ratio": 1e9, "lr": 1e-9,
     "eval_every": 0, "eval_prompts": 1, "max_seconds": 0, "decay_steps": 0, "checkpoint_every": 0,
 }  # fmt: skip
