@@ -79,7 +79,8 @@ def measured_here() -> dict | None:
     if not MEASURED.exists():
         return None
     result = json.loads(MEASURED.read_text())
-    return result if result.get("trainer_flops") and result.get("device") != "cpu" else None
+    usable = result.get("trainer_flops") and result.get("device") != "cpu" and not result.get("quick")
+    return result if usable else None
 
 
 def dry_run(config: Config) -> list[str]:

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from config import visible_gpus
 from metrics import read_jsonl
 
+settings.register_profile("shared machine", deadline=None)  # how long an example takes is nobody's promise
+settings.load_profile("shared machine")
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-per-prompt", "4", "--eval-every", "5"]
 SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
