@@ -1,4 +1,4 @@
-# make setup | run | test | test-slow | figures | notebooks | sync-notebooks | lab | lint | lock | clean
+# make setup | run | test | test-slow | figures | bench | notebooks | sync-notebooks | lab | lint | lock | clean
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ LAB := $(VENV)/.installed-requirements-lab
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 ARGS ?=
 
-.PHONY: run setup test test-slow figures notebooks sync-notebooks lab lint lock clean
+.PHONY: run setup test test-slow figures bench notebooks sync-notebooks lab lint lock clean
 
 run: setup
 	$(BIN)/python tba_min.py $(ARGS)
@@ -58,6 +58,19 @@ lab: $(LAB)
 figures: setup  # README's timeline, from runs of its own (a few minutes)
 	$(BIN)/python bench/timeline.py $(ARGS)
 
+BENCHES := decoupling weights buffer scale trainer
+TRL := .venv-trl
+
+bench: setup $(TRL)/.installed  # the tables of README's "Measured" (half an hour on a machine that does nothing else)
+	for name in $(BENCHES); do $(BIN)/python bench/$$name.py || exit 1; done
+	$(BIN)/python bench/time_to_accuracy.py --trl $(TRL)/bin/python
+	$(BIN)/python bench/time_to_accuracy.py --part long
+
+$(TRL)/.installed: bench/requirements-trl.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet -r $<
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,4 +79,4 @@ lock:
 	$(PYTHON) tools/lock.py
 
 clean:
-	rm -rf $(VENV) .cache runs
+	rm -rf $(VENV) $(TRL) .cache runs

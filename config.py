@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from placement import devices, installed_gpus
+
 START_MODEL = "start"  # --model: the small model that the task makes for itself
 
 
@@ -42,6 +44,8 @@ class Config:
     """Folder of the run. Default: runs/<time>-<task>-<process id>."""
     resume: str | None = None
     """Folder of a run to go on with from its last checkpoint, with its options unless others are given."""
+    dry_run: bool = False
+    """Print who runs on which GPU, what fits into its memory and what an update computes, and start nothing."""
     cache: str = ".cache"
     """Folder in which start models are kept."""
     seed: int = 0
@@ -96,6 +100,9 @@ class Config:
     """Answers that a searcher's engine writes at the same time."""
     micro_batch_tokens: int = 8192
     """Padded tokens in one forward pass of the trainer; whole groups only, gradients are accumulated."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input alone for the backward pass and compute the rest again: far less memory, about a third
+    more computation, the same gradients."""
 
     # --- the optimizer ----------------------------------------------------------------------------------------
     lr: float = 5e-5
@@ -130,6 +137,9 @@ class Config:
     # --- synchronisation --------------------------------------------------------------------------------------
     sync_every: int = 1
     """Trainer updates between publications of the weights [k]."""
+    weights: Literal["auto", "cuda-ipc", "shared-memory"] = "auto"
+    """How weights get to the searchers: from the trainer's GPU memory, or through shared host memory. `auto`: the first
+    where it works."""
     max_staleness: int = 0
     """Oldest answers that are trained on, in trainer updates since the weights that wrote their first token; older ones
     leave the buffer, and the trainer waits for fresher ones. 0: no limit. Least: k - 1."""
@@ -140,7 +150,7 @@ class Config:
     event_log: bool = False
     """Write every pull, answer and draw to events-<process>.jsonl, from which all staleness can be recounted."""
     vllm_memory: float = 0.0
-    """Share of a GPU's memory that vLLM may take, 0 to 1; 0: .85 on a GPU of its own, .4 beside the trainer."""
+    """Share of a GPU's memory that vLLM may take, 0 to 1; 0: computed from the model's size, at most .85."""
 
     # --- when something goes wrong ----------------------------------------------------------------------------
     checkpoint_every: int = 100
@@ -175,11 +185,17 @@ class Config:
         return self.lr * up * (0.1 + 0.9 * down)
 
 
-def visible_gpus() -> int:
-    """GPUs that this process may use, without importing torch (its import costs seconds)."""
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+def gpu_names() -> list[str]:
+    """GPUs that this process may use, as placement.py names them, without importing torch (that costs seconds)."""
     present = len(glob.glob("/dev/nvidia[0-9]*"))
-    return present if mask is None else min(present, len([d for d in mask.split(",") if d.strip() not in ("", "-1")]))
+    if not present and os.path.exists("/dev/dxg"):  # WSL has no device file for each
+        present = len(installed_gpus())
+    return devices(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus() -> int:
+    """How many these are."""
+    return len(gpu_names())
 
 
 def resolve(config: Config) -> Config:
@@ -203,7 +219,7 @@ def resolve(config: Config) -> Config:
         threads=config.threads or max(1, len(os.sched_getaffinity(0)) // processes),
     )
     _check_numbers(resolved)
-    if gpus > visible_gpus():
+    if gpus > visible_gpus() and not config.dry_run:
         raise ConfigError(f"--gpus {gpus}: this machine shows {visible_gpus()}; ask for that many or fewer, 0 is CPU")
     if config.sync != "onpolicy" and searchers != max(1, gpus - 1) and gpus > 0:
         raise ConfigError(f"--searchers {searchers}: with --gpus {gpus} there are {max(1, gpus - 1)} (one a GPU)")
@@ -211,8 +227,11 @@ def resolve(config: Config) -> Config:
         raise ConfigError(f"--out {resolved.out}: that is a file; name a new folder")
     if resolved.out and not resolved.resume and (Path(resolved.out) / "config.json").exists():
         raise ConfigError(f"--out {resolved.out}: there is a run in it already; --resume it, or name a new folder")
-    _check_engine(resolved)
-    return dataclasses.replace(resolved, model=_find_model(resolved.model))
+    if resolved.weights == "cuda-ipc" and not gpus:
+        raise ConfigError("--weights cuda-ipc: there is no GPU in use; leave it at auto")
+    if not resolved.dry_run:
+        _check_engine(resolved)
+    return dataclasses.replace(resolved, model=_find_model(resolved.model, config.dry_run))
 
 
 def _check_numbers(c: Config) -> None:
@@ -291,8 +310,11 @@ def _check_engine(c: Config) -> None:
         )
 
 
-def _find_model(model: str) -> str:
-    """`start`, or the path of a folder with a Hugging Face model; a Hub name is downloaded first."""
+def _find_model(model: str, dry_run: bool) -> str:
+    """`start`, or the path of a folder with a Hugging Face model; a Hub name is downloaded first.
+
+    A dry run needs, and downloads, config.json alone.
+    """
     if model == START_MODEL:
         return model
     if Path(model).is_dir():
@@ -303,7 +325,7 @@ def _find_model(model: str) -> str:
     try:
         from huggingface_hub import snapshot_download
 
-        kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        kinds = ["config.json"] if dry_run else ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         folder = snapshot_download(model, allow_patterns=kinds)
     except Exception as error:  # the Hub's errors have no common base; all of them mean "not to be had"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
@@ -313,7 +335,8 @@ def _find_model(model: str) -> str:
         ) from None
     if not (Path(folder) / "config.json").exists():
         raise ConfigError(f"--model {model}: what the Hub has there is no Hugging Face model, it lacks config.json")
-    check_model_files(Path(folder))
+    if not dry_run:
+        check_model_files(Path(folder))
     return folder
 
 

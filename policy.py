@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from loss import token_logprobs
@@ -98,6 +100,29 @@ def load_policy(folder: str, device: str = "cpu", trainable: bool = False, trust
         if not torch.isfinite(weight).all():
             raise ConfigError(f"--model {folder}: its weight {name} is not finite everywhere")
     return model.eval().requires_grad_(trainable)  # eval: dropout would make log pi a random number
+
+
+def checkpoint_layers(model) -> None:
+    """From now on each layer keeps its input alone for the backward pass, and computes the rest again there.
+
+    transformers' own switch does nothing in eval mode, which `load_policy` chooses.
+
+    Raises:
+        ConfigError: when the model's layers are not made for it.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(f"--gradient-checkpointing: {type(model).__name__} does not support it; leave it out")
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward, *args, **kwargs):
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool = False):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+import cuda_ipc
 from buffer import RemoteBuffer, Trajectory
 from engine import Answer, Engine, HfEngine, Sampling, VllmEngine, import_vllm
 from loss import sequence_logprobs
@@ -255,10 +256,12 @@ def main(child, config, folder: str, out, index: int, incarnation: int, address:
         return not board.stopping
 
     with child.clock.span("wait for start"):
-        weights = ask_for(address, waiting)
+        weights = ask_for(address, waiting, config.weights, child.device)
     if weights is None:
         return
     searcher.pull(weights)
+    if child.device != "cpu":
+        log.info("searcher %d gets its weights %s", index, cuda_ipc.measured(weights))
     buffer = RemoteBuffer(buffer_proxy)
     board.set(row, "sync", board.get(Board.PARENT, "go"))  # barrier: those that are over need nothing from this one
     child.tell("ready")

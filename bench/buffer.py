@@ -144,7 +144,11 @@ class Lists:
         return pack([t for answers in random.sample(full, num_prompts) for t in random.choices(answers, k=k)])
 
 
-BufferManager.register("Lists", Lists, exposed=["pid", "add_packed", "sample_packed"])
+class BenchManager(BufferManager):
+    """Serves both."""
+
+
+BenchManager.register("Lists", Lists, exposed=["pid", "add_packed", "sample_packed"])
 KINDS = {"ours": "Buffer", "list per prompt": "Lists"}
 UPDATE = 0.05  # seconds of an update
 CAPACITY, PROMPTS = 20_000, 8_500  # as many prompts as the default task has
@@ -201,7 +205,7 @@ def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
 def served(kind: str, writers: int, pace: float, seconds: float) -> dict:
     """One measurement: what so many writers get rid of, and what a draw takes meanwhile."""
     ctx = multiprocessing.get_context("spawn")
-    manager = BufferManager(ctx=ctx)
+    manager = BenchManager(ctx=ctx)
     with uninterrupted(), environment({"OMP_NUM_THREADS": "1"}):
         manager.start(prepare_process, ("buffer",))
         proxy = getattr(manager, KINDS[kind])(capacity=CAPACITY, per_prompt=PER_PROMPT, recent_groups=2 * P, seed=0)

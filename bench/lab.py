@@ -366,9 +366,7 @@ def hand_out(here, folder: str, out: Path) -> None:
     from policy import load_policy, named_weights
 
     model = load_policy(folder)
-    shared = weights.SharedWeights.like(named_weights(model))
-    shared.publish(named_weights(model), 0)
-    weights.hand_out(shared, _address(out))
+    weights.Publisher(named_weights(model), 0, "shared-memory").hand_out(_address(out))
 
 
 def first_above(here, config, folder: str, target: float, every: int) -> tuple:

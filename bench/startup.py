@@ -16,11 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from accuracy import machine  # noqa: E402
+from common import ROOT, machine
 
-from plots import read_trace  # noqa: E402
+from plots import read_trace
 
 MODES = {"eager": [], "eager, hf": ["--engine", "hf"], "onpolicy": ["--sync", "onpolicy"]}
 PHASES = {

@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,12 +23,10 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
+from common import machine
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from accuracy import machine  # noqa: E402
-
-from engine import Sampling, VllmEngine  # noqa: E402
-from policy import load_policy, named_weights  # noqa: E402
+from engine import Sampling, VllmEngine
+from policy import load_policy, named_weights
 
 LENGTHS, S, PROMPT = (8, 16, 32, 64), 16, np.arange(2, 8).astype(np.int32)
 SIZES = {64: 256, 256: 128}  # answers in flight -> engine steps in a measurement

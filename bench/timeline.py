@@ -18,12 +18,10 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from accuracy import machine  # noqa: E402
+from common import ROOT, machine
 
-from metrics import Clock  # noqa: E402
-from plots import read_trace, timeline, towards_the_end  # noqa: E402
+from metrics import Clock
+from plots import read_trace, timeline, towards_the_end
 
 MODES = {
     "onpolicy": "onpolicy: one process, {threads} threads",

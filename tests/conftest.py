@@ -12,14 +12,26 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
+from config import visible_gpus
 from metrics import read_jsonl
 
+settings.register_profile("shared machine", deadline=None)  # how long an example takes is nobody's promise
+settings.load_profile("shared machine")
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--gpus", "0", "--steps", "12", "--prompts-per-batch", "4", "--samples-per-prompt", "4", "--eval-every", "5"]
 SHORT += ["--eval-prompts", "50", "--in-flight", "64", "--max-seconds", "60", "--decay-steps", "0"]
 SHORT += ["--task", "tests/checksum.py:make_task"]
 ENDLESS = [*SHORT, "--steps", "100000", "--max-seconds", "0", "--engine", "hf"]
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped where there is none."""
+    if not visible_gpus():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import baselines
+import policy
 from buffer import Trajectory
-from config import Config
+from config import Config, ConfigError
 from trainer import Learner
 
 BETA, TEMPERATURE, EOS, VOCABULARY = 0.3, 0.7, 1, 11
@@ -240,3 +241,39 @@ def test_what_is_not_finite_is_named():
     groups[1] = [dataclasses.replace(group[0], reward=float("nan")), *group[1:]]
     with pytest.raises(FloatingPointError, match=r"update 0: the loss is nan; prompt 1 has log_pi .* reward \[nan, "):
         learner_of("tb").update(groups)
+
+
+# --- gradient checkpointing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"log_z": "learned"}, {"loss": "tba_prime"}, {"loss": "vtrace"}], ids=str)
+def test_gradient_checkpointing_changes_no_bit_of_an_update(options):
+    """... and does compute each layer twice for it, though the model is in eval mode."""
+    weights, metrics, calls = {}, {}, {False: 0, True: 0}
+    for on in (False, True):
+        c = Config(beta=BETA, temperature=TEMPERATURE, gradient_checkpointing=on, **options)
+        model = tiny_model(0)
+        assert not model.training
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_, on=on: calls.__setitem__(on, calls[on] + 1))
+        learner = Learner(model, c, EOS)
+        metrics[on] = [learner.update(a_batch()) for _ in range(2)]
+        weights[on] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert metrics[True] == metrics[False]
+    assert all(torch.equal(weights[True][name], w) for name, w in weights[False].items())
+    passes = 2 * len(tiny_model(0).model.layers)  # updates times layers
+    assert calls[True] - calls[False] == passes
+
+
+def test_without_gradients_nothing_is_computed_twice():
+    model, seen = tiny_model(0), []
+    policy.checkpoint_layers(model)
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]))
+    assert len(seen) == 1
+
+
+def test_a_model_that_can_not_checkpoint_is_refused():
+    with pytest.raises(ConfigError, match="^--gradient-checkpointing: Linear does not support it"):
+        policy.checkpoint_layers(torch.nn.Linear(2, 2))

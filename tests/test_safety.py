@@ -24,7 +24,7 @@ from policy import check_prompts, load_policy
 from supervisor import Heartbeats
 from tasks import OutOfTime, is_right, limited, reward_of
 from trainer import Trainer
-from weights import SharedWeights, ask_for, hand_out
+from weights import Publisher, ask_for
 
 # --- who may talk, and what is believed ---------------------------------------------------------------------------
 
@@ -57,10 +57,9 @@ def test_the_manager_listens_locally_and_only_to_its_own():
 
 
 def test_the_weight_handle_goes_to_all_who_know_the_key_again_and_again(tmp_path):
-    weights = SharedWeights.like([("a", torch.zeros(3))])
-    weights.publish([("a", torch.arange(3.0))], 7)
+    weights = Publisher([("a", torch.arange(3.0))], 7, "shared-memory")
     address = str(tmp_path / "weights")
-    hand_out(weights, address)
+    weights.hand_out(address)
     for _ in range(3):
         got = ask_for(address, lambda: True)
         version, ((name, tensor),) = got.read()

@@ -16,6 +16,15 @@ PATIENCE = 120  # seconds that a process may take to answer; only a failing test
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc (Linux)")
 
 
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu, id="cuda-ipc")
+
+
+@pytest.fixture(params=[pytest.param("cpu", id="shared-memory"), ON_GPU])
+def make(request):
+    """make(named_tensors): a SharedWeights for them, in each kind of memory."""
+    return lambda named_tensors: SharedWeights.like(named_tensors, request.param)
+
+
 def mixed(seed=0):
     """Tensors of many kinds: odd sizes, scalars, an empty one, one that isn't contiguous, special values."""
     g = torch.Generator().manual_seed(seed)
@@ -56,6 +65,7 @@ def reader(pipe):
         what, *args = pipe.recv()
         if what == "hold":
             (weights,) = args
+            weights.device = weights.slots.device  # where a searcher would want its copies
         elif what == "read":
             version, tensors = weights.read(*args)
             pipe.send((version, snapshot(tensors)))
@@ -147,8 +157,8 @@ def victims():
         one.process.join()
 
 
-def test_another_process_reads_what_was_published_to_the_last_bit(other):
-    weights = SharedWeights.like(mixed())
+def test_another_process_reads_what_was_published_to_the_last_bit(make, other):
+    weights = make(mixed())
     weights.publish(mixed(0), 0)
     other.tell("hold", weights)
     assert other.ask("read") == (0, snapshot(mixed(0)))
@@ -159,11 +169,11 @@ def test_another_process_reads_what_was_published_to_the_last_bit(other):
     assert other.ask("read") == (5, snapshot(mixed(5)))  # again
 
 
-def test_the_snapshot_outlives_what_it_was_made_from(other):
+def test_the_snapshot_outlives_what_it_was_made_from(make, other):
     """The producer may free its tensors, and its handle too."""
     source = mixed(3)
     want = snapshot(source)
-    weights = SharedWeights.like(source)
+    weights = make(source)
     weights.publish(source, 7)
     other.tell("hold", weights)
     assert other.ask("version") == 7
@@ -174,11 +184,11 @@ def test_the_snapshot_outlives_what_it_was_made_from(other):
     assert len(litter) == 50
 
 
-def test_a_reader_beside_a_writer_that_never_rests_sees_whole_snapshots_only(other):
+def test_a_reader_beside_a_writer_that_never_rests_sees_whole_snapshots_only(make, other):
     """... in growing order of versions. Every element is looked at."""
     shapes = [("a", (300, 301), torch.float32), ("b", (511, 3), torch.bfloat16), ("c", (70_001,), torch.uint8)]
     tensors = [(name, torch.zeros(shape, dtype=dtype)) for name, shape, dtype in shapes]
-    weights = SharedWeights.like(tensors)
+    weights = make(tensors)
     weights.publish(tensors, 0)
     other.tell("hold", weights)
     assert other.ask("version") == 0
@@ -195,9 +205,9 @@ def test_a_reader_beside_a_writer_that_never_rests_sees_whole_snapshots_only(oth
     assert version > 1000
 
 
-def test_a_killed_reader_harms_nobody(victims, other):
+def test_a_killed_reader_harms_nobody(make, victims, other):
     """It holds no lock that would stay taken: the writer goes on, and so does the next reader."""
-    weights = SharedWeights.like(mixed())
+    weights = make(mixed())
     weights.publish(mixed(0), 0)
     for one in (*victims, other):
         one.tell("hold", weights)
@@ -238,8 +248,8 @@ def test_nothing_is_left_in_dev_shm(victims):
 # --- one process ----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_read_is_private():
-    weights = SharedWeights.like(mixed())
+def test_what_was_read_is_private(make):
+    weights = make(mixed())
     weights.publish(mixed(1), 1)
     _, tensors = weights.read()
     for version in (2, 3, 4):
@@ -250,16 +260,29 @@ def test_what_was_read_is_private():
     assert weights.read()[0] == 4 and snapshot(weights.read()[1]) == snapshot(mixed(4))
 
 
-def test_publishing_takes_a_copy():
+def test_a_snapshot_may_be_in_the_searchers_dtype(make):
+    """... which rounds floating-point tensors and leaves the others."""
+    source = mixed(4)
+    weights = SharedWeights.like(source, make(source).slots.device, torch.bfloat16)
+    weights.publish(source, 0)
+    for (name, got), (_, t) in zip(weights.read()[1], source, strict=True):
+        want = t.bfloat16() if t.dtype.is_floating_point else t
+        assert bits(got) == bits(want), name
+    assert weights.slots.nbytes < make(source).slots.nbytes
+    with pytest.raises(ValueError, match="not the tensors"):
+        weights.publish(renamed(source), 1)
+
+
+def test_publishing_takes_a_copy(make):
     source = [("w", torch.ones(5))]
-    weights = SharedWeights.like(source)
+    weights = make(source)
     weights.publish(source, 0)
     source[0][1].zero_()
     assert weights.read()[1][0][1].tolist() == [1.0] * 5
 
 
-def test_versions_grow():
-    weights = SharedWeights.like(mixed())
+def test_versions_grow(make):
+    weights = make(mixed())
     assert weights.version == -1
     weights.publish(mixed(0), 3)
     for version in (3, 2, -1):
@@ -288,22 +311,22 @@ def swapped(tensors):
 
 
 @pytest.mark.parametrize("wrong", [renamed, reshaped, another_dtype, swapped, lambda t: t[:-1], lambda t: [*t, t[0]]])
-def test_other_tensors_than_those_of_the_layout_are_refused(wrong):
-    weights = SharedWeights.like(mixed())
+def test_other_tensors_than_those_of_the_layout_are_refused(make, wrong):
+    weights = make(mixed())
     weights.publish(mixed(0), 0)
     with pytest.raises(ValueError, match="not the tensors"):
         weights.publish(wrong(mixed(1)), 1)
     assert weights.read()[0] == 0 and snapshot(weights.read()[1]) == snapshot(mixed(0))
 
 
-def test_a_publication_may_come_from_a_generator():
-    weights = SharedWeights.like(t for t in mixed())
+def test_a_publication_may_come_from_a_generator(make):
+    weights = make(t for t in mixed())
     weights.publish((t for t in mixed(2)), 0)
     assert snapshot(weights.read()[1]) == snapshot(mixed(2))
 
 
-def test_reading_before_the_first_publication_says_so():
-    weights = SharedWeights.like(mixed())
+def test_reading_before_the_first_publication_says_so(make):
+    weights = make(mixed())
     with pytest.raises(Overtaken, match="nothing was published"):
         weights.read(timeout=0.01)
 
@@ -318,9 +341,9 @@ def filled(value):
 
 
 @pytest.fixture
-def halfway(monkeypatch):
+def halfway(make, monkeypatch):
     """A writer, a reader on the same memory, and a list: what is called halfway through each copy that is read."""
-    writer = SharedWeights.like(filled(0))
+    writer = make(filled(0))
     writer.publish(filled(0), 0)
     reader = SharedWeights(writer.layout, writer.slots, writer.header)
     slots = [reader.slots[i].data_ptr() for i in (0, 1)]
@@ -387,15 +410,15 @@ def test_a_slot_that_is_being_written_is_never_taken(halfway):
     assert reader.read()[0] == 2 and torch.equal(reader.read()[1][0][1], filled(2)[0][1])
 
 
-def test_the_writer_marks_a_slot_before_its_first_byte_and_stamps_it_after_the_last(monkeypatch):
+def test_the_writer_marks_a_slot_before_its_first_byte_and_stamps_it_after_the_last(make, monkeypatch):
     seen, whole_copy = [], torch._foreach_copy_
     two = [("v", torch.zeros(3)), ("w", torch.zeros(3))]
-    weights = SharedWeights.like(two)
+    weights = make(two)
     for version in (0, 1, 2):  # both slots hold one
         weights.publish(two, version)
     newest = int(weights.header[LATEST])
 
-    def copy_(targets, sources):
+    def copy_(targets, sources, **_):
         for target, source in zip(targets, sources, strict=True):
             for _ in range(2):  # before and after
                 seen.append((int(weights.header[1 - newest]), int(weights.header[newest]), weights.version))
@@ -415,14 +438,15 @@ def memory():
     """Bytes of this process by kind, shared memory included, and its open files."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kinds = {kind: int(status[kind].split()[0]) * 1024 for kind in ("RssAnon", "RssShmem")}
+    kinds["gpu"] = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     return kinds, len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
 
 
 @needs_proc
-def test_unread_publications_take_no_memory(other):
+def test_unread_publications_take_no_memory(make, other):
     """200 of 4 MB each, with a reader that never reads."""
     tensors = [("w", torch.zeros(1_000_000)), ("v", torch.zeros(10))]
-    weights = SharedWeights.like(tensors)
+    weights = make(tensors)
     weights.publish(tensors, 0)
     other.tell("hold", weights)
     assert other.ask("version") == 0
@@ -433,5 +457,6 @@ def test_unread_publications_take_no_memory(other):
         weights.publish(tensors, version)
     after, files_after, maps_after = memory()
     assert after["RssShmem"] - before["RssShmem"] < total and after["RssAnon"] - before["RssAnon"] < 5 * total
+    assert after["gpu"] == before["gpu"]
     assert files_after <= files + 2 and maps_after <= maps + 20
     assert other.ask("version") == 202

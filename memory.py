@@ -1,0 +1,232 @@
+"""How much memory of a GPU a run needs, computed before anything starts: from the model's config.json, without torch.
+
+The trainer's peak is reached while a micro-batch's gradients are added to those of earlier ones. Bytes a token that a
+layer keeps for the backward pass were counted with torch's profiler on Llamas of several shapes (tests/test_memory.py
+does so again); attention is taken to keep no scores, as torch's fused kernels do. What is assumed rather than counted:
+half a GiB for each process's CUDA context, 1 GiB for vLLM's own workspace, three characters of a prompt to a token.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import Config, ConfigError
+
+GIB = 2**30
+CONTEXT = GIB // 2  # assumed: what CUDA takes of a device for each process that uses it
+WORKSPACE = GIB  # assumed: what vLLM needs besides weights and cache
+CHARACTERS = 3  # assumed: of a prompt, to a token
+MOST = 0.85  # share of a device that vLLM gets at most
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model matters here."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    inner: int  # width of the feed-forward part
+    kv: int  # width of a token's keys, or values, in one layer
+    vocabulary: int
+
+
+def shape_of(config: dict, parameters: int | None = None) -> Shape:
+    """The shape in a Hugging Face config.json; parameters are counted as a Llama's where they are not given.
+
+    Raises:
+        ConfigError: when it lacks what every causal language model's has.
+    """
+    config = config.get("text_config") or config
+    names = {"layers": ("num_hidden_layers", "n_layer"), "hidden": ("hidden_size", "n_embd")}
+    names |= {"heads": ("num_attention_heads", "n_head"), "vocabulary": ("vocab_size",)}
+    got = {k: next((config[n] for n in options if config.get(n)), None) for k, options in names.items()}
+    if missing := [k for k, v in got.items() if not v]:
+        raise ConfigError(f"the model's config.json has no {names[missing[0]][0]}")
+    layers, hidden, heads, vocabulary = (int(got[k]) for k in ("layers", "hidden", "heads", "vocabulary"))
+    head = config.get("head_dim") or hidden // heads
+    kv = head * (config.get("num_key_value_heads") or heads)
+    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    if parameters is None:
+        gated = 2 if "n_embd" in config else 3
+        layer = 2 * hidden * heads * head + 2 * hidden * kv + gated * hidden * inner + 2 * hidden
+        ends = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        parameters = layers * layer + ends + hidden
+    return Shape(parameters, layers, hidden, inner, kv, vocabulary)
+
+
+def read_shape(folder: Path) -> Shape:
+    """The shape of the model in a folder; its parameters are counted in its safetensors files, if they are there."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} can't be read: {error}") from None
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:  # 8 bytes with the length of a JSON header, the header, the tensors
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        count += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+    return shape_of(config, count or None)
+
+
+# --- what a process needs -------------------------------------------------------------------------------------------
+
+Parts = dict[str, int]  # what for -> bytes
+
+
+def micro_batch(c: Config, prompt: int) -> tuple[int, int]:
+    """Tokens of the trainer's largest micro-batch, and how many of them need logits. prompt: longest, in tokens."""
+    tokens = max(c.micro_batch_tokens, c.K * (prompt + c.max_new_tokens))  # one group at least
+    answers = tokens // (prompt + c.max_new_tokens)
+    return tokens, answers * (c.max_new_tokens + 1)
+
+
+def kept_by_a_layer(s: Shape, bf16: bool) -> int:
+    """Bytes a token that a layer keeps for the backward pass; under bf16 autocast the norms still compute in fp32."""
+    return 32 * s.hidden + (4 * s.kv + 8 * s.inner if bf16 else 8 * s.kv + 16 * s.inner)
+
+
+def step_parts(s: Shape, c: Config, prompt: int, bf16: bool = True) -> Parts:
+    """What an update takes besides weights and optimizer, at its peak."""
+    tokens, with_logits = micro_batch(c, prompt)
+    layer = kept_by_a_layer(s, bf16)
+    layers = s.layers * 4 * s.hidden + layer if c.gradient_checkpointing else s.layers * layer
+    parts = {"gradients": 4 * s.parameters}
+    if bf16:
+        parts["weights cast to bf16"] = 2 * s.parameters
+    parts["activations"] = tokens * (layers + 24 * s.hidden)  # those of the ends too
+    parts["logits and their gradient"] = with_logits * s.vocabulary * (4 if bf16 else 8)
+    return parts
+
+
+def evaluation_parts(s: Shape, c: Config, prompt: int) -> Parts:
+    """What greedy answers to the held-out prompts take, in fp32: keys and values, the prompts' pass, logits."""
+    rows = min(c.eval_prompts, 512)
+    cache = rows * (prompt + c.max_new_tokens) * s.layers * 8 * s.kv
+    return {"evaluation": cache + rows * prompt * 4 * (4 * s.hidden + 3 * s.inner) + rows * s.vocabulary * 16}
+
+
+def trainer_parts(s: Shape, c: Config, prompt: int) -> Parts:
+    """The trainer's peak on its GPU."""
+    parts = {"weights, fp32": 4 * s.parameters, "Adam": 8 * s.parameters}
+    if c.loss == "tba_prime":
+        parts["reference"] = 4 * s.parameters
+    on_gpu = c.sync != "onpolicy" and c.weights != "shared-memory"
+    if on_gpu:
+        parts["two snapshots"] = 2 * s.parameters * _engine_bytes(c)
+    readers = c.searchers if on_gpu and c.gpus > 1 else 0  # on one device searchers count their own
+    parts[f"CUDA contexts of {1 + readers} process(es)"] = (1 + readers) * CONTEXT
+    step, evaluation = step_parts(s, c, prompt), evaluation_parts(s, c, prompt)
+    return parts | (step if sum(step.values()) > sum(evaluation.values()) else evaluation)
+
+
+def searcher_parts(s: Shape, c: Config, prompt: int) -> Parts:
+    """What a searcher needs besides vLLM: the reference, and for a moment new weights."""
+    tokens, with_logits = micro_batch(c, prompt)
+    scoring = 2 * s.parameters + tokens * (16 * s.hidden + 6 * s.inner) + with_logits * s.vocabulary * 2
+    parts = {"reference, fp32": 4 * s.parameters, "log pi_ref": scoring}
+    if c.sync != "onpolicy":
+        parts |= {"new weights": s.parameters * _engine_bytes(c), "CUDA context": CONTEXT}
+        if c.engine == "hf":
+            parts["policy, fp32"] = 4 * s.parameters
+    if c.engine == "hf":
+        parts["keys and values"] = c.in_flight * (prompt + c.max_new_tokens) * s.layers * 8 * s.kv
+    return parts
+
+
+def vllm_parts(s: Shape, c: Config, prompt: int, answers: int) -> Parts:
+    """What vLLM needs to write that many answers at a time, bf16."""
+    cache = answers * (prompt + c.max_new_tokens) * s.layers * 4 * s.kv
+    return {"weights, bf16": 2 * s.parameters, "workspace": WORKSPACE, "keys and values": cache}
+
+
+def _engine_bytes(c: Config) -> int:
+    return 2 if c.engine == "vllm" else 4
+
+
+# --- whether it fits ------------------------------------------------------------------------------------------------
+
+
+def needs(s: Shape, c: Config, prompt: int, total: int) -> dict[str, int]:
+    """Bytes that are needed on each kind of GPU."""
+    trainer, searcher = (sum(f(s, c, prompt).values()) for f in (trainer_parts, searcher_parts))
+    if c.engine == "vllm":  # room for one group at least
+        searcher += max(sum(vllm_parts(s, c, prompt, c.S).values()), int(c.vllm_memory * total))
+    if c.gpus == 1 or c.sync == "onpolicy":
+        return {"one GPU for trainer and searcher": trainer + searcher}
+    return {"the trainer": trainer, "a searcher": searcher}
+
+
+def fit(s: Shape, c: Config, prompt: int, total: int | None) -> tuple[float, list[str]]:
+    """Compare a run's needs with the memory of its GPUs: (share of a device that vLLM gets, all of it in words).
+
+    Args:
+        prompt: tokens of the longest prompt.
+        total: bytes of a GPU (of the smallest); None when that is not known.
+
+    Raises:
+        ConfigError: when it can't fit: what is needed, what there is, and the option that would help.
+    """
+    trainer, searcher = trainer_parts(s, c, prompt), searcher_parts(s, c, prompt)
+    lines = [_line("trainer", trainer), _line("searcher" + " besides vLLM" * (c.engine == "vllm"), searcher)]
+    if total is None:
+        return c.vllm_memory, [
+            *lines,
+            "memory of the GPUs: not known, so nothing can be refused; vLLM gets .85, or .4 on a shared one",
+        ]
+    for who, needed in needs(s, c, prompt, total).items():
+        if needed > total:
+            raise ConfigError(f"{who} needs about {gib(needed)} GiB of {gib(total)}: {remedy(s, c, prompt, total)}")
+    if c.engine != "vllm":
+        return 0.0, lines
+    shared = c.gpus == 1 or c.sync == "onpolicy"
+    beside = sum(searcher.values()) + (sum(trainer.values()) if shared else 0)
+    share = c.vllm_memory or min(MOST, math.floor(100 * (total - beside) / total) / 100)
+    without = sum(vllm_parts(s, c, prompt, 0).values())
+    answers = (share * total - without) / (sum(vllm_parts(s, c, prompt, 1).values()) - without)
+    why = (
+        "" if c.vllm_memory else f", which leaves {gib(beside)} to the others" if share < MOST else ", the most it gets"
+    )
+    lines.append(
+        f"vLLM: {share:.2f} of {gib(total)} GiB{why}; weights and workspace {gib(without)}, "
+        f"then room for the keys and values of about {max(0, answers):,.0f} answers (--in-flight {c.in_flight})"
+    )
+    return share, lines
+
+
+def remedy(s: Shape, c: Config, prompt: int, total: int) -> str:
+    """What would make it fit, tried out: each option alone, then together."""
+    fewer, few = max(1, c.micro_batch_tokens // 4), min(c.eval_prompts, 32)
+    options = [
+        ({"gradient_checkpointing": True}, "--gradient-checkpointing"),
+        ({"micro_batch_tokens": fewer}, f"--micro-batch-tokens {fewer}"),
+        ({"eval_prompts": few}, f"--eval-prompts {few}"),
+        ({"weights": "shared-memory"}, "--weights shared-memory"),
+        ({"vllm_memory": 0.0}, "--vllm-memory 0"),
+    ]
+    options = [(dict(change), name) for change, name in options if dataclasses.replace(c, **change) != c]
+
+    def fits(*chosen: tuple[dict, str]) -> bool:
+        changes = {field: value for change, _ in chosen for field, value in change.items()}
+        return max(needs(s, dataclasses.replace(c, **changes), prompt, total).values()) <= total
+
+    if alone := [option[1] for option in options if fits(option)]:
+        return "use " + " or ".join(alone[:2])
+    if fits(*options):
+        for option in reversed(options):  # leave out what is not needed
+            without = [o for o in options if o is not option]
+            options = without if fits(*without) else options
+        return "use " + " and ".join(name for _, name in options)
+    fixed = gib(16 * s.parameters)
+    return f"weights, gradients and Adam alone take {fixed}; take a smaller model, or GPUs with more memory"
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, with as many digits as tell something."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}" if size >= GIB / 100 else f"{size / GIB:.1g}"
+
+
+def _line(who: str, parts: Parts) -> str:
+    return f"{who}: about {gib(sum(parts.values()))} GiB ({', '.join(f'{n} {gib(v)}' for n, v in parts.items())})"

