@@ -179,15 +179,21 @@ def test_a_killed_parent_leaves_nobody(start_job, tiny_folder):
 
 @pytest.mark.parametrize("m", [0, 1])
 def test_ages_of_what_is_drawn(start_job, tiny_folder, m):
-    """End to end: m = 1 draws from the newest groups only, m = 0 from all that was ever stored."""
+    """End to end: m = 1 draws from the newest 8 groups of 4 only, m = 0 from all that was ever stored."""
     args = ["--recency-prob", m, "--recent-groups", 8, "--steps", 60, "--replay-ratio", 1, "--max-seconds", 0]
-    job = start_job(*SHORT, *args, "--engine", "hf", "--model", tiny_folder)
+    job = start_job(*SHORT, *args, "--event-log", "--engine", "hf", "--model", tiny_folder)
     assert job.wait() == 0, job.text
-    ages = [(r["step"], int(age)) for r in job.rows()[30:] for age, n in r["ages"].items() for _ in range(n)]
-    assert len(ages) == 30 * 16
-    share_old = np.mean([age > step / 2 for step, age in ages])  # written in the run's first half so far
-    assert share_old == 0 if m == 1 else share_old > 0.15
-    assert all(0 <= age <= step for step, age in ages)
+    trained = [e["uids"] for e in read_jsonl(job.out / "events-trainer.jsonl") if e["event"] == "train"]
+    counters = [[counter for _, _, counter in uids] for uids in trained]
+    spans = [max(c) - min(c) for c in counters]  # of one searcher's count of what it wrote
+    assert len(spans) == 60 and all(len(c) == 16 for c in counters)
+    if m == 1:
+        assert max(spans) < 8 * 4
+        assert max(map(max, counters)) > 60 * 16 // 2  # and these do move on
+    else:
+        assert np.mean([span > 8 * 4 for span in spans[30:]]) > 0.9
+        assert np.mean([min(c) < 200 for c in counters[30:]]) > 0.5  # from the run's beginning, to its end
+    assert all(0 <= int(age) <= r["step"] for r in job.rows() for age in r["ages"])
 
 
 def replayed(events: list[dict], slots: int, group: int) -> dict[int, tuple[int, int]]:
