@@ -74,6 +74,7 @@ def assert_fair_threads(config, summary, searchers):
     assert summary["threads"] == config["threads"] == max(1, len(os.sched_getaffinity(0)) // processes)
 
 
+@pytest.mark.slow
 def test_two_searchers_share_the_work(start_job, tiny_folder):
     job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--searchers", 2, "--model", tiny_folder)
     files = [job.out / f"searcher-{i}.jsonl" for i in range(2)]
@@ -120,7 +121,7 @@ def test_a_figure_is_redrawn_from_the_folder(start_job, tiny_folder):
     assert config["sync"] == "onpolicy" and config["gpus"] == 0 and config["generate_per_prompt"] == 4
 
 
-@pytest.mark.parametrize("engine", ["vllm", "hf"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.slow), "hf"])
 def test_ctrl_c(start_job, tiny_folder, engine):
     job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 0, "--engine", engine, "--model", tiny_folder)
     family = job.wait_for(lambda j: len(j.rows()) > 3 and j.family())

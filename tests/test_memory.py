@@ -94,7 +94,11 @@ def measured_and_estimated(model, monkeypatch, bf16, **options):
 EACH = [(name, True) for name in MODELS] + [("llama", False), ("gpt2", False), ("grouped keys", False)]
 
 
-@pytest.mark.parametrize("name, bf16", EACH, ids=[f"{n}, {'bf16' if b else 'fp32'}" for n, b in EACH])
+@pytest.mark.parametrize(
+    "name, bf16",
+    [pytest.param(n, b, marks=[] if i % 3 == 0 else pytest.mark.slow) for i, (n, b) in enumerate(EACH)],
+    ids=[f"{n}, {'bf16' if b else 'fp32'}" for n, b in EACH],
+)
 def test_the_estimate_of_an_update_is_near_what_is_counted(monkeypatch, name, bf16):
     got, want = measured_and_estimated(MODELS[name](), monkeypatch, bf16)
     assert 0.85 < want / got < 1.35, f"{want / 2**20:.1f} MiB estimated, {got / 2**20:.1f} counted"
