@@ -447,6 +447,8 @@ def test_ten_thousand_updates_need_no_more_than_five_thousand(start_job, tiny_fo
     job = start_job(*args, "--model", tiny_folder)
     seen: list[tuple[int, dict]] = []
 
+    job.wait_for(lambda j: j.rows())
+
     def look(j):
         seen.append((len(j.rows()), measure(j)))
         time.sleep(1)
