@@ -37,7 +37,7 @@ from buffer import Trajectory, serve  # noqa: E402
 from child import Child, environment  # noqa: E402
 from config import Config, gpu_names, resolve  # noqa: E402
 from engine import Sampling, VllmEngine  # noqa: E402
-from metrics import Board, merge_timeline  # noqa: E402
+from metrics import Board, merge_timeline, save_spans  # noqa: E402
 from placement import plan  # noqa: E402
 from policy import collate, load_policy, named_weights, response_logprobs  # noqa: E402
 from start_model import make_model, make_tokenizer, start_model_path  # noqa: E402
@@ -440,7 +440,7 @@ def job_process(module: str, name: str, board: Board, messages, device: str, out
     try:
         me = Child(name, board, messages, device, time.time())
         importlib.import_module(module).main(me, *args)
-        (out / f"{name}.spans.json").write_text(json.dumps(me.clock.spans))
+        save_spans(me.clock, out / f"{name}.spans.json")
     except BaseException:
         messages.send(("error", traceback.format_exc()))
 
