@@ -91,10 +91,13 @@ def execute(made, seconds: float):
         client = NotebookClient(made, timeout=seconds, kernel_name="python3", resources=where)
         await asyncio.wait_for(client.async_execute(), seconds)
 
+    began = time.monotonic()
     try:
         asyncio.run(within())
     except (CellExecutionError, CellTimeoutError, DeadKernelError, TimeoutError) as error:
-        raise NotebookError(f"{type(error).__name__} (limit {seconds:.0f} s): {error}") from error
+        # at the limit the kernel is ended, and nbclient may say first that it is dead
+        kind = "TimeoutError" if time.monotonic() - began >= seconds else type(error).__name__
+        raise NotebookError(f"{kind} (limit {seconds:.0f} s): {error}") from error
     return made
 
 
