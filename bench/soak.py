@@ -47,6 +47,7 @@ class Soak:
         self.options += ["--heartbeat-timeout", str(HEARTBEAT), "--max-restarts", "1000"]
         self.options += ["--cache", cache] if cache else []
         self.memory: list[tuple[float, str, int, float]] = []  # seconds, process, resident bytes, its age in seconds
+        self.shm: set[str] = set()  # files in /dev/shm that its processes were seen to use
         self.output = open(self.tmp / "output", "a")  # noqa: SIM115
         self.began = time.time()
         self.longest_shutdown = 0.0
@@ -111,6 +112,7 @@ class Soak:
                 process = psutil.Process(pid)
                 age = time.time() - process.create_time()
                 self.memory.append((self.now(), name, process.memory_info().rss, age))
+                self.shm |= {m.path.split(" ")[0] for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
             except psutil.Error:
                 continue
 
@@ -221,7 +223,7 @@ def main() -> None:
     parser.add_argument("--accuracy", type=float, default=0.95, help="what it must reach")
     parser.add_argument("--cache", help="where start models are kept")
     args = parser.parse_args()
-    rng, shm = random.Random(args.seed + 1), set(os.listdir("/dev/shm"))
+    rng = random.Random(args.seed + 1)
     soak, done = Soak(args.engine, args.cache), []
     soak.start()
     for fault in faults(args.seed):
@@ -238,7 +240,7 @@ def main() -> None:
     soak.process.send_signal(signal.SIGINT)
     soak.ends((130,), soak.family())
     found = check(soak, args.accuracy)
-    found["left_in_dev_shm"] = sorted(set(os.listdir("/dev/shm")) - shm)
+    found["left_in_dev_shm"] = sorted(path for path in soak.shm if os.path.exists(path))
     kinds = {kind: [d["seconds"] for d in done if d["fault"] == kind] for kind in FAULTS}
     print(f"\n{'fault':30} {'survived':>8} {'seconds until it trained again, at most':>40}")
     for kind, seconds in kinds.items():
