@@ -43,7 +43,7 @@ class Soak:
         self.out = self.tmp / "run"
         self.options = ["--gpus", "0", "--engine", engine, "--steps", "1000000", "--decay-steps", "0", "--lr", "3e-5"]
         self.options += ["--max-seconds", "0", "--eval-every", "50", "--checkpoint-every", "20"]
-        self.options += ["--buffer-capacity", "20000"]  # full soon, so that memory can be seen to stay
+        self.options += ["--buffer-capacity", "5000"]  # full soon, so that memory can be seen to stay
         self.options += ["--heartbeat-timeout", str(HEARTBEAT), "--max-restarts", "1000"]
         self.options += ["--cache", cache] if cache else []
         self.memory: list[tuple[float, str, int, float]] = []  # seconds, process, resident bytes, its age in seconds
@@ -198,7 +198,7 @@ def check(soak: Soak, wanted: float) -> dict:
         "accuracy_after": summary["accuracy_after"],
         "accuracy_reached": summary["accuracy_after"] >= wanted,
         "resident_MB_early_and_late": memory,
-        "memory_is_flat": all(m is None or m[1] < 1.1 * m[0] + 30 for m in memory.values()),
+        "memory_is_flat": all(m is None or m[1] < 1.1 * m[0] + 40 for m in memory.values()),
         "longest_shutdown_seconds": round(soak.longest_shutdown, 1),
     }
     wrong = [name for name, value in found.items() if value is False]
