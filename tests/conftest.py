@@ -72,11 +72,9 @@ class Job:
         """Wait for its end; keeps what it printed in `text`."""
         deadline = time.time() + timeout
         while self.process.poll() is None:
-            family = self.family()  # also notes the shared memory in use
+            self.family()  # notes the shared memory in use
             if time.time() > deadline:
-                for process in family:
-                    process.kill()
-                self.process.wait()
+                self.end()
                 pytest.fail(f"not ended after {timeout} s:\n{self.printed()[-3000:]}")
             time.sleep(0.2)
         self.text = self.printed()
@@ -90,6 +88,14 @@ class Job:
                 pytest.fail(f"the run ended or nothing came in {timeout} s:\n{self.printed()[-3000:]}")
             time.sleep(0.1)
         return value
+
+    def end(self) -> None:
+        """Kill the parent: its children notice and end, its resource tracker removes semaphores. Then what is left."""
+        family = self.family()
+        self.process.kill()
+        self.process.wait()
+        for process in psutil.wait_procs(family, timeout=10)[1]:
+            process.kill()
 
     def printed(self) -> str:
         return (self.tmp / "output").read_text()
@@ -160,6 +166,5 @@ def start_job(tmp_path):
 
     yield start
     for job in jobs:
-        for process in job.family():
-            process.kill()
+        job.end()
         shutil.rmtree(job.tmp, ignore_errors=True)
