@@ -355,9 +355,8 @@ class HfEngine(Engine):
         ids, mask = (torch.as_tensor(x, device=self.model.device) for x in (ids, mask))
         started = {}
         if width > 1 and max(counts) > 1:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[
-                :, :-1
-            ]  # all but the last token, which generate() goes on from
+            # all but the last token, which generate() goes on from
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :-1]
             made = self.model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, use_cache=True)
             made.past_key_values.batch_select_indices(row.to(ids.device))
             started = {"past_key_values": made.past_key_values}
