@@ -181,9 +181,7 @@ class Searcher:
         return {"begun": self._next_key, "uid": self._next_uid} | {name: getattr(self, name) for name in self.COUNTS}
 
     def load_state_dict(self, state: dict) -> None:
-        self._next_key, self._next_uid = state["begun"], state["uid"]
-        for _ in range(self._next_key):
-            next(self.stream)
+        self._next_key, self._next_uid = state["begun"], state["uid"]  # the stream was made to go on from there
         for name in self.COUNTS:
             setattr(self, name, state[name])
 
@@ -263,7 +261,6 @@ def main(child, config, folder: str, out, index: int, incarnation: int, address:
     if child.device != "cpu":
         log.info("searcher %d gets its weights %s", index, cuda_ipc.measured(weights))
     buffer = RemoteBuffer(buffer_proxy)
-    board.set(row, "sync", board.get(Board.PARENT, "go"))  # barrier: those that are over need nothing from this one
     child.tell("ready")
     log.info("searcher %d is ready after %.0f s (%s)", index, time.time() - child.started, config.engine)
     report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
@@ -285,6 +282,7 @@ def eager(searcher: Searcher, weights: SharedWeights, buffer, board: Board, row:
 
 def barrier(searcher: Searcher, weights: SharedWeights, buffer, board: Board, row: int, report: "Report") -> None:
     """Generate rounds into D_local; at a sync merge it, load the new weights, and wait until all have done so."""
+    board.set(row, "sync", board.get(Board.PARENT, "go"))  # syncs that are over need nothing from one that comes late
     d_local: list[Trajectory] = []
     prompts = max(1, searcher.config.in_flight // searcher.config.S)
     while not board.stopping:

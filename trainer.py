@@ -473,9 +473,10 @@ def make_source(child, config, folder: str, model, buffer_proxy, progress: dict)
         return Prefetch(RemoteBuffer(buffer_proxy), config, child, progress.get("step", 0), progress.get("trained", 0))
     import searcher
 
-    generator = searcher.build(child, config, folder, 0, 0, model if config.engine == "hf" else None)
-    if progress:
-        generator.load_state_dict(progress["source"])
+    policy, saved = model if config.engine == "hf" else None, progress.get("source")
+    generator = searcher.build(child, config, folder, 0, 0, policy, begun=saved["begun"] if saved else 0)
+    if saved:
+        generator.load_state_dict(saved)
     return OnPolicy(generator, model, config, child)
 
 

@@ -54,7 +54,8 @@ def checkpoints(job) -> list:
 
 
 def searcher_rows(job, i=0) -> list[dict]:
-    return read_jsonl(job.out / f"searcher-{i}.jsonl")
+    path = job.out / f"searcher-{i}.jsonl"
+    return read_jsonl(path) if path.exists() else []  # one may still be starting
 
 
 # --- a child dies -------------------------------------------------------------------------------------------------
@@ -87,6 +88,20 @@ def test_a_killed_searcher_is_started_again(start_job, tiny_folder, sync):
     running(job)
     assert_goes_on_after(job, lambda: os.kill(job.pids()["searcher-0"], signal.SIGKILL))
     assert "searcher-0 was killed by SIGKILL" in job.text
+
+
+@pytest.mark.slow
+def test_what_a_dead_searcher_had_not_handed_over_is_counted(start_job, tiny_folder):
+    """barrier with one sync only: all that is written after it stays in D_local."""
+    args = ["--sync", "barrier", "--sync-every", 100_000, "--replay-ratio", 1e9]
+    job = start_job(*ENDLESS, *args, "--model", tiny_folder)
+    job.wait_for(lambda j: [r for r in searcher_rows(j) if r["generated"] > r["handed_over"] + 128])
+    os.kill(job.pids()["searcher-0"], signal.SIGKILL)
+    back = job.wait_for(lambda j: [r for r in searcher_rows(j) if r["incarnation"] == 1])
+    job.interrupt()
+    assert job.wait(60) == 130, job.text
+    lost = job.summary()["trajectories_lost"]
+    assert lost == back[0]["generated"] - 64 - back[0]["handed_over"] > 128  # 64 are its first round
 
 
 @pytest.mark.slow

@@ -177,3 +177,31 @@ def test_a_starved_trainer_says_what_it_waited_for(monkeypatch):
     run = FakeRun(monkeypatch, config(replay_ratio=100.0), 12, 0, slow=(1.0, 0.01)).go()
     assert sum(s for name, s in run.clock.seconds.items() if name.startswith("wait")) < 0.5  # for the first batch alone
     assert run.source.late == 0
+
+
+def test_a_searcher_that_comes_late_merges_at_the_next_sync_and_not_before():
+    """barrier: one that was started again has nothing to give to the syncs that went on without it."""
+    board = Board(multiprocessing.get_context("spawn"), 1)
+    row, merged = Board.SEARCHERS, []
+    for field in ("sync", "go"):
+        board.set(Board.PARENT, field, 5)
+    board.set(row, "sync", 2)  # where its earlier incarnation was
+
+    class Late:
+        config, clock, rounds = SimpleNamespace(in_flight=4, S=4, buffer_capacity=100), Clock(), 0
+
+        def round(self, prompts):
+            self.rounds += 1
+            if self.rounds == 3:
+                board.set(Board.PARENT, "sync", 6)
+                board.set(Board.PARENT, "go", 6)
+            if self.rounds == 5:
+                board.set(Board.PARENT, "stop", 1)
+            return [self.rounds]
+
+        def pull(self, weights):
+            pass
+
+    buffer = SimpleNamespace(add=merged.append)
+    barrier(Late(), None, buffer, board, row, lambda handed_over: None)
+    assert merged == [[1, 2, 3]] and board.get(row, "sync") == 6

@@ -132,6 +132,12 @@ def test_searchers_share_each_pass_over_the_prompts(searchers):
     assert all(isinstance(p, int) for p in orders[0])
 
 
+@pytest.mark.parametrize("start", [0, 1, 32, 33, 34, 66, 100, 333])
+def test_a_stream_goes_on_where_an_earlier_one_was(start):
+    whole = list(itertools.islice(prompt_stream(100, 7, 1, 3), 500))
+    assert list(itertools.islice(prompt_stream(100, 7, 1, 3, start), 500 - start)) == whole[start:]
+
+
 def test_the_order_of_prompts_hangs_on_the_seed_alone():
     def first(seed):
         return list(itertools.islice(prompt_stream(100, seed, 1, 3), 80))
