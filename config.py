@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from placement import devices, installed_gpus
+from runtime.placement import devices, installed_gpus
 
 START_MODEL = "start"  # --model: the small model that the task makes for itself
 

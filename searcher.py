@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-import cuda_ipc
 from buffer import RemoteBuffer, Trajectory
-from engine import Answer, Engine, HfEngine, Sampling, VllmEngine, import_vllm
 from loss import sequence_logprobs
-from metrics import Board, Clock, EventLog, JsonLines, backlog
-from policy import check_prompts, collate, distinct, load_policy, response_logprobs
+from runtime import cuda_ipc
+from runtime.engine import Answer, Engine, HfEngine, Sampling, VllmEngine, import_vllm
+from runtime.metrics import Board, Clock, EventLog, JsonLines, backlog
+from runtime.policy import check_prompts, collate, distinct, load_policy, response_logprobs
+from runtime.weights import SharedWeights, ask_for
 from tasks import reward_of
-from weights import SharedWeights, ask_for
 
 log = logging.getLogger("tba_min.searcher")
 SHOWN = 5  # bad rewards that are shown before they are only counted
@@ -215,7 +215,7 @@ def make_engine(config, folder: str, tokenizer, stop_ids: list[int], longest: in
 
 def build(child, config, folder: str, index: int, incarnation: int, policy=None, begun: int = 0) -> Searcher:
     """Load engine, reference, task and tokenizer of searcher `index`; `begun` prompts of its stream are left out."""
-    from policy import load_tokenizer, stop_tokens
+    from runtime.policy import load_tokenizer, stop_tokens
     from tasks import load_task
 
     if config.engine == "vllm":

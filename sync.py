@@ -9,9 +9,9 @@ import threading
 import time
 
 from buffer import RemoteBuffer, ReplayBuffer, Trajectory
-from engine import HfEngine
-from metrics import Board
-from policy import named_weights
+from runtime.engine import HfEngine
+from runtime.metrics import Board
+from runtime.policy import named_weights
 
 Batch = list[list[Trajectory]]  # P groups of K
 

@@ -21,15 +21,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import checkpoint
-import child
-import preview
-from child import environment, start_logging, uninterrupted
 from config import Config, ConfigError, check_model_files, load, resolve, save
-from metrics import Board, merge_timeline
-from placement import describe
-from show import Screen, bottleneck, summary_text
-from supervisor import Failed, Supervisor
+from runtime import checkpoint, child, preview
+from runtime.child import environment, start_logging, uninterrupted
+from runtime.metrics import Board, merge_timeline
+from runtime.placement import describe
+from runtime.show import Screen, bottleneck, summary_text
+from runtime.supervisor import Failed, Supervisor
 
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
 GRACE = 4.0  # seconds that a stopped trainer has to end its update
@@ -186,13 +184,13 @@ class Run:
         c = self.config
         if c.model != "start":
             return c.model
-        from start_model import clear_workshops, start_model_path
+        from tasks.start_model import clear_workshops, start_model_path
 
         place = start_model_path(c)
         if not (place / "config.json").exists():
             self.log.info(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
             # one thread: so small a model gains little from a second one, and on a busy machine that costs minutes
-            self.children.spawn("start-model", "start_model", {"OMP_NUM_THREADS": "1"}, "cpu", (c,))
+            self.children.spawn("start-model", "tasks.start_model", {"OMP_NUM_THREADS": "1"}, "cpu", (c,))
             maker = self.children.processes["start-model"]
             while maker.is_alive() and not self.interrupts:
                 self.children.listen(0.1)
@@ -403,7 +401,7 @@ class Run:
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         if result:
             if result["steps"]:
-                from plots import draw
+                from runtime.plots import draw
 
                 draw(self.out)
             self.screen.say(summary_text(summary, self.out))

@@ -16,13 +16,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import baselines
-import checkpoint
-import cuda_ipc
 from buffer import RemoteBuffer, pack
-from engine import HfEngine, Sampling
 from loss import sequence_logprobs, tb_loss, tb_residual, vargrad_log_z
-from metrics import Board, Clock, EventLog, JsonLines, backlog, keep_rows_before
-from policy import (
+from runtime import checkpoint, cuda_ipc
+from runtime.engine import HfEngine, Sampling
+from runtime.metrics import Board, Clock, EventLog, JsonLines, backlog, keep_rows_before
+from runtime.policy import (
     check_prompts,
     checkpoint_layers,
     collate,
@@ -34,9 +33,9 @@ from policy import (
     response_logprobs,
     stop_tokens,
 )
+from runtime.weights import Publisher, choose
 from sync import Barrier, Batch, OnPolicy, Prefetch
 from tasks import is_right, load_task
-from weights import Publisher, choose
 
 log = logging.getLogger("tba_min.trainer")
 PROGRESS = ("trained", "staleness_sum", "staleness_max", "accuracies", "seconds_before")  # a Trainer's, in checkpoints

@@ -1,7 +1,7 @@
 """Held-out accuracy before and after RL on the default task: whole runs of tba_min.py, by loss and seed.
 
-    python bench/accuracy.py                        the defaults, seeds 0, 1, 2 (README's first table; 4 minutes)
-    python bench/accuracy.py --losses rloo grpo --max-seconds 40        other losses; what follows goes to tba_min.py
+    python -m bench.accuracy                        the defaults, seeds 0, 1, 2 (README's first table; 4 minutes)
+    python -m bench.accuracy --losses rloo grpo --max-seconds 40        other losses; what follows goes to tba_min.py
 
 Writes bench/results/accuracy.json (rows of other losses that stand there are kept), and draws
 docs/accuracy.png and docs/staleness.png.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import RESULTS, ROOT, machine
+from bench.common import RESULTS, ROOT, machine
 
 PLACE = RESULTS / "accuracy.json"
 EXTRA = {

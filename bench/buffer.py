@@ -1,6 +1,6 @@
 """The replay buffer: what it takes in and gives out through its Manager, and what `add` and `sample` cost by size.
 
-    python bench/buffer.py          4 minutes
+    python -m bench.buffer          4 minutes
 
 Served: 1, 4 or 15 processes write groups of 16 short answers, as fast as they can or at 1,000 trajectories a second
 each, while one process draws batches of 16 prompts with 16 answers through sync.py's prefetching, with a pause of 50 ms
@@ -29,10 +29,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from common import RESULTS, arguments, load, median, percentile, save, say, table  # noqa: I001
 
+from bench.common import RESULTS, arguments, load, median, percentile, save, say, table
 from buffer import BufferManager, Trajectory, _Server, pack, unpack
-from child import environment, prepare_process, uninterrupted
+from runtime.child import environment, prepare_process, uninterrupted
 
 SIZES = (10**3, 10**5, 10**6)
 POOLS = {"newest 32 groups": 32, "all that is stored": None}
@@ -179,7 +179,7 @@ def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
     import sync
     from buffer import RemoteBuffer
     from config import Config
-    from metrics import Clock
+    from runtime.metrics import Clock
 
     took, board = [], SimpleNamespace(stopping=False, of_searchers=lambda field: [1e12])
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-if str(ROOT) not in sys.path[:1]:
-    sys.path.insert(0, str(ROOT))  # before bench/, which has files of the same names
 
 
 def machine(*packages: str) -> dict:

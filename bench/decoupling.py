@@ -1,6 +1,6 @@
 """Does either side wait? Wall time of each `--sync` against the limit, the slower of the two sides alone.
 
-    python bench/decoupling.py          8 minutes
+    python -m bench.decoupling          8 minutes
 
 Every mode generates and trains the same number of trajectories (replay ratio 1). The limit is the longer of: one
 searcher alone (generation, reward, log pi_ref, hand-over), and the trainer alone on a full buffer. Searcher and trainer
@@ -20,9 +20,8 @@ import os
 import time
 from pathlib import Path
 
-from common import ROOT, arguments, load, median, save, say, table  # noqa: I001
-from lab import Lab
-
+from bench.common import ROOT, arguments, load, median, save, say, table
+from bench.lab import Lab
 from config import Config, resolve
 
 COMMON = {

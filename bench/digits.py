@@ -53,7 +53,7 @@ class Digits:
         import numpy as np
         import torch
 
-        from start_model import make_model, make_tokenizer
+        from tasks.start_model import make_model, make_tokenizer
 
         torch.manual_seed(seed)
         rng, tokenizer, model = np.random.default_rng(seed), make_tokenizer(), make_model(2 * 4 * DIGITS + 4)

@@ -1,7 +1,7 @@
 """Does it work on this machine's GPUs, and how fast? At most six minutes on one recent GPU; a table and a JSON file.
 
-    python bench/gpu_check.py                           writes bench/results/gpu_check.json
-    python bench/gpu_check.py --device cpu --quick      the same flow without a GPU, small: its figures mean nothing
+    python -m bench.gpu_check                           writes bench/results/gpu_check.json
+    python -m bench.gpu_check --device cpu --quick      the same flow without a GPU, small: its figures mean nothing
 
 Needs torch, transformers and numpy alone; what needs vLLM is left out, with a line, where it isn't installed. Trainer
 and searcher are started here, without the command line. Every GPU that is visible takes part in the checks of weights;
@@ -27,24 +27,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import common
+from buffer import Trajectory, serve
+from config import Config, gpu_names, resolve
+from runtime import cuda_ipc, memory
+from runtime.child import Child, environment
+from runtime.engine import Sampling, VllmEngine
+from runtime.metrics import Board, merge_timeline, save_spans
+from runtime.placement import plan
+from runtime.policy import collate, load_policy, named_weights, response_logprobs
+from runtime.weights import SharedWeights
+from tasks import load_task
+from tasks.start_model import make_model, make_tokenizer, start_model_path
+from trainer import Learner
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]  # in this order: bench/ has files of the same names
-import common  # noqa: E402
-
-import cuda_ipc  # noqa: E402
-import memory  # noqa: E402
-from buffer import Trajectory, serve  # noqa: E402
-from child import Child, environment  # noqa: E402
-from config import Config, gpu_names, resolve  # noqa: E402
-from engine import Sampling, VllmEngine  # noqa: E402
-from metrics import Board, merge_timeline, save_spans  # noqa: E402
-from placement import plan  # noqa: E402
-from policy import collate, load_policy, named_weights, response_logprobs  # noqa: E402
-from start_model import make_model, make_tokenizer, start_model_path  # noqa: E402
-from tasks import load_task  # noqa: E402
-from trainer import Learner  # noqa: E402
-from weights import SharedWeights  # noqa: E402
-
 GOAL = 0.95  # held-out accuracy of the main job
 PATIENCE = 180.0  # seconds for a process's answer
 SPAWN = multiprocessing.get_context("spawn")

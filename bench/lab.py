@@ -15,12 +15,10 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-from common import ROOT  # noqa: F401 - finds the product's modules
-
-import child as children  # noqa: I001
-from child import environment, uninterrupted
 from config import Config
-from metrics import Board
+from runtime import child as children
+from runtime.child import environment, uninterrupted
+from runtime.metrics import Board
 
 FIRST = {"add requests", "generate", "forward, backward"}  # spans that a run begins with
 
@@ -173,7 +171,7 @@ class Lab:
 
     def start_folder(self, config: Config) -> str:
         """Folder of the start model of task and seed, made where it is missing."""
-        from start_model import start_model_path
+        from tasks.start_model import start_model_path
 
         place = start_model_path(config)
         if not (place / "config.json").exists():
@@ -256,7 +254,7 @@ def _obey(name: str, pipe, board: Board, stand_in: float) -> None:
 def _keep_engines(here) -> None:
     """Let searcher.py find the engine of the run before, with the new run's weights."""
     import searcher
-    from policy import load_policy, named_weights
+    from runtime.policy import load_policy, named_weights
 
     make = searcher.make_engine
 
@@ -279,9 +277,8 @@ def _keep_engines(here) -> None:
 
 def _stand_in(rate: float) -> None:
     """Let searcher.py find an engine and a reference that sleep as a GPU would compute, `rate` answers a second."""
-    from stand_in import StandIn, log_ref
-
     import searcher
+    from bench.stand_in import StandIn, log_ref
 
     searcher.make_engine = lambda config, *_, **__: StandIn(rate, config.seed)
     searcher.Searcher._log_ref = log_ref
@@ -310,7 +307,7 @@ def _address(out: Path) -> str:
 def search(here, config, folder: str, out: Path, index: int, proxy) -> list:
     """Run searcher.py's main to the stop, and say when it waits for the weights; its spans."""
     import searcher
-    from weights import ask_for
+    from runtime.weights import ask_for
 
     def ask(*args):
         here.pipe.send(("waiting", None))
@@ -335,7 +332,7 @@ def rounds(here, config, folder: str, trajectories: int) -> float:
 
 def make_start_model(here, config) -> None:
     """Make the start model of a task, as a run does."""
-    import start_model
+    from tasks import start_model
 
     start_model.main(None, config)
 
@@ -362,8 +359,8 @@ def train(here, config, folder: str, out: Path, proxy) -> list:
 
 def hand_out(here, folder: str, out: Path) -> None:
     """Give the searchers a folder's weights, as a trainer does at its start."""
-    from policy import load_policy, named_weights
-    from weights import Publisher
+    from runtime.policy import load_policy, named_weights
+    from runtime.weights import Publisher
 
     Publisher(named_weights(load_policy(folder)), 0, "shared-memory").hand_out(_address(out))
 
@@ -372,7 +369,7 @@ def first_above(here, config, folder: str, target: float, every: int) -> tuple:
     """(update, time, accuracy) of the first kept weights with that accuracy, or the last with what they have."""
     import torch
 
-    from policy import load_policy
+    from runtime.policy import load_policy
     from tasks import load_task
     from trainer import Evaluator
 

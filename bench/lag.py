@@ -12,7 +12,7 @@ the same to each. Four losses are two questions, crossed:
     frozen KL           of generation             no
     frozen KL + IS      of generation             yes
 
-    python bench/lag.py [--updates 1500] [--seeds 3] [--out bench/results/lag.json]
+    python -m bench.lag [--updates 1500] [--seeds 3] [--out bench/results/lag.json]
 """
 
 import argparse
@@ -27,8 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from toy import CLIP, TOKENS, final_kl, learn, problem, repeated  # noqa: E402
+from notebooks.toy import CLIP, TOKENS, final_kl, learn, problem, repeated
 
 K = 16
 BETAS, LAGS = (0.1, 0.25, 1.0, 4.0), (0, 20, 200)

@@ -1,6 +1,6 @@
 """The whole system with 1 to 15 searchers: does ingest grow with them, and does the trainer notice?
 
-    python bench/scale.py          5 minutes
+    python -m bench.scale          5 minutes
 
 A searcher's engine and reference are stand-ins that sleep as long as a GPU of a given speed would take, and return
 answers that were made before; all else is the product: 15 processes, hand-over, buffer, prefetching, a real trainer on
@@ -16,9 +16,9 @@ import os
 import time
 
 import psutil
-from common import arguments, load, median, save, say, table  # noqa: I001
-from lab import Lab
 
+from bench.common import arguments, load, median, save, say, table
+from bench.lab import Lab
 from config import Config, resolve
 
 COUNTS = (1, 2, 4, 8, 15)

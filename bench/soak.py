@@ -1,7 +1,7 @@
 """A long run with faults injected at random: it must survive them all, account for every update, and learn.
 
-    python bench/soak.py                             30 minutes, vLLM (README's figures)
-    python bench/soak.py --minutes 2 --engine hf     what `make test-slow` does
+    python -m bench.soak                             30 minutes, vLLM (README's figures)
+    python -m bench.soak --minutes 2 --engine hf     what `make test-slow` does
 
 After each fault it waits for what must follow: a searcher that is started again, or an end of the run with everything
 cleaned up, after which the run is resumed. The end checks that updates 0, 1, 2, ... are all there once, that no uid is
@@ -21,11 +21,11 @@ import time
 from pathlib import Path
 
 import psutil
-from common import RESULTS, ROOT, machine  # first: it puts our modules before the benches of the same names
 
+from bench.common import RESULTS, ROOT, machine
 from buffer import unpack
-from checkpoint import all_in, load_buffer
-from metrics import read_jsonl
+from runtime.checkpoint import all_in, load_buffer
+from runtime.metrics import read_jsonl
 
 SMALL = 2_000_000  # bytes: a trainer that may write no larger file can't write its optimizer's state of 2.8 MB
 HEARTBEAT = 20  # seconds; a machine that is busy with other things can starve a process for several

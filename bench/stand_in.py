@@ -4,9 +4,8 @@ import time
 from collections import deque
 
 import numpy as np
-from common import ROOT  # noqa: F401 - finds the product's modules
 
-from engine import Answer, Engine
+from runtime.engine import Answer, Engine
 
 
 class StandIn(Engine):

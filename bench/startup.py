@@ -2,7 +2,7 @@
 
 The phases are those of the process that everybody waits for: the searcher in `eager`, the one process in `onpolicy`.
 
-    python bench/startup.py [--rounds 3] [...]        what else is given goes to tba_min.py (--cache FOLDER, say)
+    python -m bench.startup [--rounds 3] [...]        what else is given goes to tba_min.py (--cache FOLDER, say)
 
 Writes bench/results/startup.json. Make the start model first (`make run`).
 """
@@ -16,9 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, machine
-
-from plots import read_trace
+from bench.common import ROOT, machine
+from runtime.plots import read_trace
 
 MODES = {"eager": [], "eager, hf": ["--engine", "hf"], "onpolicy": ["--sync", "onpolicy"]}
 PHASES = {

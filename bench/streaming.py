@@ -8,7 +8,7 @@ is a request of its own. `+ updates`: new weights every 20 engine steps, in flig
 running answers are computed anew after each. All ways take their turn in one process, a few seconds each; ratios are of
 the same round, medians of the rounds. Rewards and log pi_ref are left out: they cost the same in every way.
 
-    python bench/streaming.py [--rounds 7] [--out bench/results/streaming.json]
+    python -m bench.streaming [--rounds 7] [--out bench/results/streaming.json]
 """
 
 import argparse
@@ -23,10 +23,10 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
-from common import machine
 
-from engine import Sampling, VllmEngine
-from policy import load_policy, named_weights
+from bench.common import machine
+from runtime.engine import Sampling, VllmEngine
+from runtime.policy import load_policy, named_weights
 
 LENGTHS, S, PROMPT = (8, 16, 32, 64), 16, np.arange(2, 8).astype(np.int32)
 SIZES = {64: 256, 256: 128}  # answers in flight -> engine steps in a measurement
@@ -125,7 +125,7 @@ def make_folder(place: str) -> None:
     """The start model's architecture with room for longer answers."""
     from transformers import LlamaForCausalLM
 
-    from start_model import make_model
+    from tasks.start_model import make_model
 
     torch.manual_seed(0)
     config = make_model().config

@@ -1,8 +1,8 @@
 """Seconds to .90 held-out accuracy from the same start models: eager TBA, the serial way, and TRL's GRPOTrainer.
 
-    python3.11 -m venv .trlvenv && .trlvenv/bin/pip install -r bench/requirements-trl.txt
-    python bench/time_to_accuracy.py --trl .trlvenv/bin/python          the default task; 8 minutes
-    python bench/time_to_accuracy.py --part long                        the generation-bound variant; 8 minutes
+    python3.11 -m venv .trlvenv && .trlvenv/bin/pip install -r requirements/trl.txt
+    python -m bench.time_to_accuracy --trl .trlvenv/bin/python          the default task; 8 minutes
+    python -m bench.time_to_accuracy --part long                        the generation-bound variant; 8 minutes
 
 All have the same task, reward, P = K = 16, held-out problems, and two threads in all: eager's searcher and trainer have
 one each, the others use both in turn. All of `part default` but one row generate with transformers. Time is wall time
@@ -20,10 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import RESULTS, ROOT, arguments, load, median, save, say, table
-from lab import Lab  # noqa: E402
-
-from config import Config, resolve  # noqa: E402
+from bench.common import RESULTS, ROOT, arguments, load, median, save, say, table
+from bench.lab import Lab
+from config import Config, resolve
 
 TARGET, K, WARMUP = 0.90, 16, 0
 RATES = (5e-5, 1e-4, 2e-4, 4e-4)
@@ -110,7 +109,7 @@ def trl(python: str, cache: str, runs: list[dict], split: str, updates: int, lab
     with tempfile.TemporaryDirectory() as place:
         asked, answer = Path(place) / "request.json", Path(place) / "answer.json"
         asked.write_text(json.dumps(request))
-        command = [python, str(ROOT / "bench" / "trl_grpo.py"), str(asked), str(answer)]
+        command = [python, "-m", "bench.trl_grpo", str(asked), str(answer)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             raise RuntimeError(f"TRL failed:\n{done.stderr[-2000:]}")

@@ -5,7 +5,7 @@ writes bench/results/timeline.json: busy share and seconds waited by cause (medi
 the process that records most, and what they cost: the time of an empty span (less that of an empty with statement,
 measured in the same process, median of 7 times 100,000) times their number, as a share of the run's time.
 
-    python bench/timeline.py [--rounds 3] [--seconds 8] [...]         what else is given goes to tba_min.py
+    python -m bench.timeline [--rounds 3] [--seconds 8] [...]         what else is given goes to tba_min.py
 """
 
 import argparse
@@ -18,10 +18,9 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from common import ROOT, machine
-
-from metrics import Clock
-from plots import read_trace, timeline, towards_the_end
+from bench.common import ROOT, machine
+from runtime.metrics import Clock
+from runtime.plots import read_trace, timeline, towards_the_end
 
 MODES = {
     "onpolicy": "onpolicy: one process, {threads} threads",

@@ -1,6 +1,6 @@
 """What a training step costs over the bare forward and backward of the same tokens.
 
-    python bench/trainer.py          1 minute
+    python -m bench.trainer          1 minute
 
 The step is all that the trainer does with a batch it holds: metrics of the batch, padding, loss, checks, clipping,
 optimizer, publication. Bare are forward, cross-entropy and backward on tensors that are laid out already. Both on one
@@ -14,8 +14,8 @@ import os
 import time
 
 import numpy as np
-from common import arguments, median, save, say, table  # noqa: I001
 
+from bench.common import arguments, median, save, say, table  # noqa: I001
 from buffer import Trajectory
 from config import Config
 
@@ -48,10 +48,10 @@ def measure(shape: tuple, pairs: int, seed: int) -> dict:
     """Median seconds of the step and of the bare passes, in turns."""
     import torch
 
-    from policy import collate, named_weights
-    from start_model import make_model
+    from runtime.policy import collate, named_weights
+    from runtime.weights import SharedWeights
+    from tasks.start_model import make_model
     from trainer import Learner, batch_metrics
-    from weights import SharedWeights
 
     torch.manual_seed(seed)
     groups = batch(shape, np.random.default_rng(seed))

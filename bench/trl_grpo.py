@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on our task and start model: run by bench/time_to_accuracy.py with the Python of TRL's environment.
 
-    python bench/trl_grpo.py REQUEST.json ANSWER.json
+    python -m bench.trl_grpo REQUEST.json ANSWER.json
 
 The request names the task, the folder of each seed's start model, and the runs: seed, learning rate, updates, threads,
 and further options of GRPOConfig. Weights are copied after each update and evaluated after the run; the answer has, for
@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 began = time.time()
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402

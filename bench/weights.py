@@ -1,6 +1,6 @@
 """What it costs to publish the weights, and to pull them into a running vLLM, against one copy of the same bytes.
 
-    python bench/weights.py          3 minutes
+    python -m bench.weights          3 minutes
 
 Random weights, under a million parameters and under 135 million, in the shapes of real models: the default task's,
 made wider, and SmolLM2-135M. `copy` is one memcpy of as many bytes between two warm pieces of memory. `reload` is
@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 
-from common import arguments, median, save, say, table  # noqa: I001
+from bench.common import arguments, median, save, say, table  # noqa: I001
 
 SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary
     "1M": (192, 512, 2, 6, 6, 64),
@@ -30,7 +30,7 @@ def make(folder: str, shape: tuple):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from start_model import make_tokenizer
+    from tasks.start_model import make_tokenizer
 
     hidden, mlp, layers, heads, kv_heads, vocabulary = shape
     torch.manual_seed(0)
@@ -56,9 +56,9 @@ def measure(size: str, repeats: int, times: int) -> list[dict]:
     """All repeats of one size."""
     import torch
 
-    from engine import Sampling, VllmEngine
-    from policy import named_weights
-    from weights import SharedWeights
+    from runtime.engine import Sampling, VllmEngine
+    from runtime.policy import named_weights
+    from runtime.weights import SharedWeights
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,9 +15,9 @@ sys.path.insert(0, "..")  # the project's modules lie one folder up
 
 import torch
 
-import plots
-import toy
 from loss import tb_residual, vargrad_log_z
+from notebooks import toy
+from runtime import plots
 
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 

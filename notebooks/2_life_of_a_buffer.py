@@ -19,10 +19,10 @@ from collections import Counter
 
 import numpy as np
 
-import plots
 from buffer import ReplayBuffer, reward_probs
-from saved_run import SAVED, as_text, gathered, over_time, read_stream, replay
-from start_model import VOCABULARY
+from notebooks.saved_run import SAVED, as_text, gathered, over_time, read_stream, replay
+from runtime import plots
+from tasks.start_model import VOCABULARY
 
 # %% tags=["parameters"]
 FAST = False  # True: the first updates of the recording only, as the tests do

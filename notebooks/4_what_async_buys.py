@@ -19,9 +19,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-import plots
-from fake_clock import Setting, play, play_all
-from toy import World
+from notebooks.fake_clock import Setting, play, play_all
+from notebooks.toy import World
+from runtime import plots
 
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 

@@ -19,8 +19,8 @@ sys.path.insert(0, "..")  # the project's modules lie one folder up
 import numpy as np
 import torch
 
-import plots
-import toy
+from notebooks import toy
+from runtime import plots
 
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 

@@ -11,7 +11,7 @@
 # from here as you would from the command line, wait, and read the folder that it leaves. Then we make one mistake at a
 # time, and look what becomes of it.
 #
-# With `REPLAY = True` we read four runs that were saved in `notebooks/saved/` (made by `python tools/save_runs.py`).
+# With `REPLAY = True` we read four runs that were saved in `notebooks/saved/` (made by `python -m notebooks.save_runs`).
 
 # %%
 import sys
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-import plots
-from saved_run import obtain
+from notebooks.saved_run import obtain
+from runtime import plots
 
 # %% tags=["parameters"]
 FAST = False  # True: as the tests do

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from config import visible_gpus
-from metrics import read_jsonl
+from runtime.metrics import read_jsonl
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes is nobody's promise
 settings.load_profile("shared machine")
@@ -39,7 +39,7 @@ def tiny_folder(tmp_path_factory):
     """A model folder with a character tokenizer: the start model's shape, with random weights."""
     import torch
 
-    from start_model import make_model, make_tokenizer
+    from tasks.start_model import make_model, make_tokenizer
 
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("tiny")

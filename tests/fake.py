@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from engine import Answer, Engine
+from runtime.engine import Answer, Engine
 from searcher import Searcher
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arithmetic import evaluate
+from tasks.arithmetic import evaluate
 
 VALUES = {
     "37+58": 95,

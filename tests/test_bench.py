@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +12,8 @@ BENCH = ROOT / "bench"
 RESULTS = BENCH / "results"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def bench_in_path():
-    """Behind the product's modules, as `python bench/<name>.py` has it."""
-    sys.path.append(str(BENCH))
-    yield
-    sys.path.remove(str(BENCH))
-
-
 def module(name):
-    """A bench, also where the product has a module of the same name."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return importlib.import_module(f"bench.{name}")
 
 
 def test_percentile_and_table():

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import buffer
 from buffer import RemoteBuffer, ReplayBuffer, Trajectory, pack, reward_probs, unpack
-from child import prepare_buffer
-from metrics import Board
+from runtime.child import prepare_buffer
+from runtime.metrics import Board
 
 COUNTER = itertools.count()
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import cuda_ipc
 import trainer
 from config import Config, ConfigError
-from weights import Publisher, SharedWeights, ask_for, choose
+from runtime import cuda_ipc
+from runtime.weights import Publisher, SharedWeights, ask_for, choose
 
 TRAINER, OTHER = "GPU-aaaa", "GPU-bbbb"
 MEMORY = torch.zeros(2, 64, dtype=torch.uint8)  # what a handle opens

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_clock import FakeClock, Nothing, Setting, play, play_all
+from notebooks.fake_clock import FakeClock, Nothing, Setting, play, play_all
 
 SETTINGS = st.builds(
     Setting,
@@ -135,7 +135,7 @@ def test_what_cannot_be_played_is_refused(wrong):
 
 
 def test_the_trace_is_what_the_gantt_chart_draws():
-    from plots import gantt
+    from runtime.plots import gantt
 
     story = play(Setting(updates=3))
     names = [e["args"]["name"] for e in story.trace() if e["ph"] == "M"]

@@ -20,9 +20,9 @@ from conftest import ENDLESS, ROOT, SHORT
 
 import tba_min
 from buffer import unpack
-from checkpoint import all_in, load_buffer
-from metrics import read_jsonl
-from policy import load_policy
+from runtime.checkpoint import all_in, load_buffer
+from runtime.metrics import read_jsonl
+from runtime.policy import load_policy
 
 TIMES = {"seconds", "seconds_after", "busy_trainer", "busy_searchers"}  # of a row; the rest must repeat
 BAD = """
@@ -421,7 +421,7 @@ def test_one_run_a_folder(start_job, tiny_folder, capsys):
 def test_ctrl_c_while_a_process_is_being_started_is_not_lost():
     code = """
 import os, signal
-from child import uninterrupted
+from runtime.child import uninterrupted
 got = []
 signal.signal(signal.SIGINT, lambda *_: got.append(1))
 with uninterrupted():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import plots
+from runtime import plots
 
 X = list(range(30))
 

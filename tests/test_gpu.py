@@ -1,6 +1,5 @@
 """bench/gpu_check.py: whole on a GPU (`pytest -m gpu`), and the same flow, small, without one."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,16 +11,9 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "bench" / "gpu_check.py"
 
 
-def gpu_check():
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(out, *options):
     """The script as a process of its own; its result, what it printed."""
-    command = [sys.executable, str(SCRIPT), "--out", str(out), *options]
+    command = [sys.executable, "-m", "bench.gpu_check", "--out", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout
@@ -50,9 +42,10 @@ def test_the_same_flow_without_a_gpu(tmp_path, vllm):
 
 
 def test_its_parts_run(capsys):
-    module = gpu_check()
-    table = module.Table()
-    assert module.check_training(table, "cpu", quick=True) > 0
+    from bench import gpu_check
+
+    table = gpu_check.Table()
+    assert gpu_check.check_training(table, "cpu", quick=True) > 0
     assert table.failed == []
     table.add("a check", 1.0, "", False)
     assert table.failed == ["a check"] and "FAILED" in capsys.readouterr().out
@@ -67,8 +60,7 @@ def test_it_imports_only_torch_transformers_numpy_and_our_own():
         for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [])
         + ([node.module] if isinstance(node, ast.ImportFrom) else [])
     }
-    own = {p.stem for p in ROOT.glob("*.py")} - {"tba_min", "show", "plots"}  # those need tyro, rich, matplotlib
-    own.add("common")  # of bench/, which needs nothing
+    own = {p.stem for p in ROOT.glob("*.py")} - {"tba_min"} | {"runtime", "tasks", "bench"}  # tba_min needs tyro, rich
     assert names <= own | set(sys.stdlib_module_names) | {"torch", "transformers", "numpy"}
 
 
@@ -77,5 +69,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_check"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2 and "torch sees no GPU here" in done.stderr

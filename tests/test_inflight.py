@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine import HfEngine, Sampling, VllmEngine
-from policy import collate, load_policy, named_weights, response_logprobs
-from start_model import make_model
+from runtime.engine import HfEngine, Sampling, VllmEngine
+from runtime.policy import collate, load_policy, named_weights, response_logprobs
+from tasks.start_model import make_model
 
 TEMPERATURE, LONGEST, STEPS = 0.7, 24, 10
 RNG = np.random.default_rng(3)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import SHORT
 
-from metrics import read_jsonl
-from plots import SPANS
-from show import CURES
+from runtime.metrics import read_jsonl
+from runtime.plots import SPANS
+from runtime.show import CURES
 
 SUMMARY = """task model engine sync seed steps accuracy_before accuracy_after seconds_total seconds_rl
     trajectories_generated trajectories_trained staleness_mean staleness_max busy_trainer busy_searchers""".split()
@@ -95,7 +95,7 @@ def test_a_trained_policy_loads_everywhere(start_job, tiny_folder):
     assert checkpoint.name == "step-12"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from engine import Sampling, VllmEngine
+    from runtime.engine import Sampling, VllmEngine
 
     tokenizer, before = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(tiny_folder)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -114,7 +114,7 @@ def test_a_figure_is_redrawn_from_the_folder(start_job, tiny_folder):
     assert job.wait() == 0, job.text
     for png in (job.out / "figures").iterdir():
         png.unlink()
-    done = subprocess.run([sys.executable, "plots.py", str(job.out)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "runtime.plots", str(job.out)], capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.split()) == 4, done.stderr
     assert len(list((job.out / "figures").iterdir())) == 4
     config = json.loads((job.out / "config.json").read_text())

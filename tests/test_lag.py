@@ -1,23 +1,16 @@
 """bench/lag.py measures what it says: at lag 0 all of its losses are one, and its saved table is whole."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from bench import lag
+
 BENCH = Path(__file__).parents[1] / "bench" / "lag.py"
 
 
-@pytest.fixture(scope="module")
-def lag():
-    spec = importlib.util.spec_from_file_location("lag", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_at_lag_0_all_losses_are_one_and_they_learn(lag):
+def test_at_lag_0_all_losses_are_one_and_they_learn():
     """By SGD: Adam magnifies rounding once the gradient is nearly zero."""
     rows = {loss: lag.run(loss, "sgd", 0.25, 200, 1) for loss in lag.COMPARED}
     fresh = {loss: [r["kl"] for r in rows[loss] if r["lag"] == 0] for loss in rows}
@@ -29,7 +22,7 @@ def test_at_lag_0_all_losses_are_one_and_they_learn(lag):
     assert stale["frozen KL"][-1] > 2 * stale["TB"][-1]  # the contrast, at the largest rate
 
 
-def test_the_saved_table_is_whole_and_anonymous(lag):
+def test_the_saved_table_is_whole_and_anonymous():
     text = (BENCH.parent / "results" / "lag.json").read_text()
     result = json.loads(text)
     settings = {(r["optimizer"], r["beta"], r["lr"], r["loss"], r["lag"]) for r in result["rows"]}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import baselines
-import policy
 from buffer import Trajectory
 from config import Config, ConfigError
+from runtime import policy
 from trainer import Learner
 
 BETA, TEMPERATURE, EOS, VOCABULARY = 0.3, 0.7, 1, 11

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-import memory
 from buffer import Trajectory
 from config import Config, ConfigError
-from memory import GIB, Shape, fit, needs, read_shape, remedy, shape_of, step_parts
+from runtime import memory
+from runtime.memory import GIB, Shape, fit, needs, read_shape, remedy, shape_of, step_parts
 from trainer import Learner
 
 ROOT = Path(__file__).parents[1]

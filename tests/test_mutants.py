@@ -23,7 +23,7 @@ TRUTHS = {
     "loss.py": ["test_loss", "test_learner"],
     "baselines.py": ["test_baselines"],
     "trainer.py": ["test_learner"],
-    "policy.py": ["test_learner"],
+    "runtime/policy.py": ["test_learner"],
 }
 
 
@@ -31,6 +31,8 @@ def copy_with(mutant: Mutant | None, folder: Path) -> None:
     """Copy the modules and the tests of truth to `folder`, with the mutant's patch."""
     for source in [*ROOT.glob("*.py"), *(TESTS / f"{name}.py" for name in TRUTHS["loss.py"] + TRUTHS["baselines.py"])]:
         shutil.copy(source, folder)
+    for room in ("runtime", "tasks"):
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     if mutant is not None:
         text = (folder / mutant.file).read_text()
         for old, new in mutant.patch:
@@ -44,16 +46,16 @@ def copy_with(mutant: Mutant | None, folder: Path) -> None:
 @contextmanager
 def modules_of(folder: Path) -> Iterator[None]:
     """The folder's modules stand in for those of the same names, which come back afterwards."""
-    names = {path.stem for path in folder.glob("*.py")}
-    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    rooms = {path.stem for path in folder.iterdir()}
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in rooms}
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        for name in names:
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.split(".")[0] in rooms]:
+            del sys.modules[name]
         sys.modules.update(kept)
         importlib.invalidate_caches()
 

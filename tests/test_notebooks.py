@@ -1,22 +1,20 @@
 """The notebooks: what lies beside each source is that source, in the form that all of them have, and all of them run.
 
 The quick tests need no Jupyter: they read the sources' cells (which use a small part of py:percent) on their own, so
-that `make test` installs nothing for them, and so that a mistake of jupytext or of tools/notebooks.py is seen as well.
+that `make test` installs nothing for them, and so that a mistake of jupytext or of notebooks/build.py is seen as well.
 """
 
 import ast
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import notebooks  # noqa: E402
+from notebooks import build
 
-SOURCES = notebooks.sources()
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = build.sources()
 NAMES = [s.stem for s in SOURCES]
 all_six = pytest.mark.parametrize("source", SOURCES, ids=NAMES)
 
@@ -97,8 +95,8 @@ def test_functions_live_in_modules(source):
 
 
 def test_nothing_of_jupyter_is_asked_for_by_the_main_job():
-    cpu = (ROOT / "requirements-cpu.txt").read_text() + (ROOT / "requirements-gpu.txt").read_text()
-    lists = [(ROOT / f"requirements-{name}.txt").read_text() for name in ("notebooks", "lab")]
+    cpu = (ROOT / "requirements/cpu.txt").read_text() + (ROOT / "requirements/gpu.txt").read_text()
+    lists = [(ROOT / f"requirements/{name}.txt").read_text() for name in ("notebooks", "lab")]
     pins = [set(re.findall(r"^([\w.-]+)==", text, re.M)) for text in (cpu, *lists)]
     assert not pins[0] & pins[1] and not pins[0] & pins[2] and not pins[1] & pins[2]
     assert {"jupytext", "nbclient", "nbformat", "nbconvert", "ipykernel"} <= pins[1] and "jupyterlab" in pins[2]
@@ -120,14 +118,14 @@ def test_readme_shows_figures_that_there_are():
 @pytest.mark.slow
 @all_six
 def test_jupytext_makes_the_same_notebook(source):
-    assert notebooks.text(notebooks.notebook(source)) == source.with_suffix(".ipynb").read_text()
+    assert build.text(build.notebook(source)) == source.with_suffix(".ipynb").read_text()
 
 
 @pytest.mark.slow
 @all_six
 def test_it_runs_in_fast_mode_and_its_claims_hold(source):
-    made = notebooks.execute(notebooks.quickened(notebooks.notebook(source)), notebooks.LIMIT[True])
-    assert len(notebooks.pictures(made)) == source.read_text().count("plots.picture(")
+    made = build.execute(build.quickened(build.notebook(source)), build.LIMIT[True])
+    assert len(build.pictures(made)) == source.read_text().count("plots.picture(")
 
 
 @pytest.mark.slow
@@ -143,6 +141,6 @@ def test_what_goes_wrong_in_a_notebook_is_told(code, what):
     import nbformat
 
     cells = [nbformat.v4.new_code_cell("1 + 1"), nbformat.v4.new_code_cell(code)]
-    broken = nbformat.v4.new_notebook(cells=cells, metadata=notebooks.METADATA)
-    with pytest.raises(notebooks.NotebookError, match=what):
-        notebooks.execute(broken, 20.0)
+    broken = nbformat.v4.new_notebook(cells=cells, metadata=build.METADATA)
+    with pytest.raises(build.NotebookError, match=what):
+        build.execute(broken, 20.0)

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-import placement
-from placement import Gpu, Place, describe, devices, installed_gpus, parse_gpus, plan, smallest
+from runtime import placement
+from runtime.placement import Gpu, Place, describe, devices, installed_gpus, parse_gpus, plan, smallest
 
 GIB = 2**30
 UUIDS = [f"GPU-{i:08x}-1111-2222-3333-444455556666" for i in range(16)]

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from loss import sequence_logprobs
-from policy import collate, load_policy, named_weights, response_logprobs, stop_tokens
-from start_model import VOCABULARY, make_model, make_tokenizer
+from runtime.policy import collate, load_policy, named_weights, response_logprobs, stop_tokens
+from tasks.start_model import VOCABULARY, make_model, make_tokenizer
 
 PAD, EOS = VOCABULARY.index("<pad>"), VOCABULARY.index("<eos>")
 PROMPTS = [[5, 6, 14], [7], [8, 2, 9, 4, 3, 15, 3, 3], [5, 6, 14], [EOS, PAD, 4], [2, 2]]  # ragged, special tokens too
@@ -173,7 +173,7 @@ def test_stop_tokens_are_the_generation_configs_or_else_the_tokenizers(tmp_path)
 
 
 def test_distinct_rows_stand_for_all():
-    from policy import distinct
+    from runtime.policy import distinct
 
     p, q = np.array([1, 2], np.int32), np.array([1], np.int32)
     a, b = np.array([2, 3], np.int32), np.array([3], np.int32)

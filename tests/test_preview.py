@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import config
-import placement
-import preview
 from config import Config, ConfigError, resolve
-from placement import Gpu
+from runtime import placement, preview
+from runtime.placement import Gpu
 
 ROOT = Path(__file__).parents[1]
 LLAMA_1B = {"num_hidden_layers": 22, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32}

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import buffer
-import checkpoint
-from child import prepare_buffer
 from config import Config, ConfigError
-from engine import Answer
-from metrics import Board, Clock, keep_rows_before, read_jsonl
-from policy import check_prompts, load_policy
-from supervisor import Heartbeats
+from runtime import checkpoint
+from runtime.child import prepare_buffer
+from runtime.engine import Answer
+from runtime.metrics import Board, Clock, keep_rows_before, read_jsonl
+from runtime.policy import check_prompts, load_policy
+from runtime.supervisor import Heartbeats
+from runtime.weights import Publisher, ask_for
 from tasks import OutOfTime, is_right, limited, reward_of
 from trainer import Trainer
-from weights import Publisher, ask_for
 
 # --- who may talk, and what is believed ---------------------------------------------------------------------------
 

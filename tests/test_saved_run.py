@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from buffer import ReplayBuffer, Trajectory, pack
-from saved_run import SAVED, arrivals, as_text, gathered, keep, keep_stream, over_time, read_run, read_stream, replay
+from notebooks.saved_run import (
+    SAVED,
+    arrivals,
+    as_text,
+    gathered,
+    keep,
+    keep_stream,
+    over_time,
+    read_run,
+    read_stream,
+    replay,
+)
 
 RUNS = ["default", "m_0", "huge_k", "small_beta"]
 

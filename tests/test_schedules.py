@@ -9,15 +9,15 @@ from fake import FakeEngine, FakeSearcher, FakeTask, FakeTime, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import metrics
 import searcher as searcher_module
 import sync
 from buffer import ReplayBuffer
 from config import Config
-from metrics import Board, Clock
+from runtime import metrics
+from runtime.metrics import Board, Clock
+from runtime.weights import SharedWeights
 from searcher import Report, barrier, eager, prompt_stream
 from tba_min import Run
-from weights import SharedWeights
 
 CONFIG = {"gpus": 0, "samples_per_prompt": 4, "generate_per_prompt": 4, "prompts_per_batch": 4, "recent_groups": 8}
 PROMPTS = 60

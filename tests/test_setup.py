@@ -1,4 +1,4 @@
-"""The installed environment: what was left out of requirements-cpu.txt is not missed."""
+"""The installed environment: what was left out of requirements/cpu.txt is not missed."""
 
 import ast
 import importlib
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST = (ROOT / "requirements-cpu.txt").read_text()
-on_cpu = pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="requirements-cpu.txt is for CPUs")
+LIST = (ROOT / "requirements/cpu.txt").read_text()
+on_cpu = pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="requirements/cpu.txt is for CPUs")
 
 
 @on_cpu
@@ -26,7 +26,7 @@ def test_the_pins_are_what_is_installed():
 
 def test_the_lists_agree():
     """GPU and CPU environments hold the same vLLM, transformers and tools."""
-    for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements-gpu.txt").read_text(), re.M):
+    for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements/gpu.txt").read_text(), re.M):
         assert f"{name}-cpu=={pin}\n" in LIST or f"{name}=={pin}\n" in LIST, name
 
 
@@ -37,16 +37,16 @@ def test_the_heavy_packages_import():
 
 def test_the_parent_imports_nothing_heavy():
     heavy = "{'torch', 'transformers', 'vllm'}"
-    code = f"import sys, tba_min, config, buffer, child; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, tba_min, config, buffer, runtime.child; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_the_heart_imports_only_what_it_may():
     """trainer, searcher, buffer, weights, loss: standard library, numpy, torch, transformers and our own modules."""
-    own = {p.stem for p in ROOT.glob("*.py")}
+    own = {p.stem for p in ROOT.glob("*.py")} | {"runtime", "tasks"}
     allowed = own | set(sys.stdlib_module_names) | {"numpy", "torch", "transformers"}
-    for name in ("trainer", "sync", "searcher", "buffer", "weights", "loss", "baselines", "policy"):
+    for name in ("trainer", "sync", "searcher", "buffer", "loss", "baselines", "runtime/weights", "runtime/policy"):
         for node in ast.walk(ast.parse((ROOT / f"{name}.py").read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-import metrics
-from metrics import Clock, backlog, merge_timeline, save_spans
-from plots import SPANS, timeline
-from show import bottleneck
+from runtime import metrics
+from runtime.metrics import Clock, backlog, merge_timeline, save_spans
+from runtime.plots import SPANS, timeline
+from runtime.show import bottleneck
 
 
 def summary(trainer=1.0, searchers=(1.0,), used=1.5, sync="eager", ratio=2.0, waits=()):

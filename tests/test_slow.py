@@ -52,9 +52,8 @@ def test_the_start_model_is_what_its_command_makes(tmp_path):
     """Seeded: made twice it is the same model, bit for bit."""
     import torch
 
-    import start_model
-    from policy import load_policy
-    from tasks import Addition
+    from runtime.policy import load_policy
+    from tasks import Addition, start_model
 
     task, threads = Addition(), torch.get_num_threads()
     torch.set_num_threads(1)  # sums in another order are other sums
@@ -66,7 +65,19 @@ def test_the_start_model_is_what_its_command_makes(tmp_path):
 
 
 def test_two_minutes_of_random_faults():
-    command = [sys.executable, "bench/soak.py", "--minutes", "2", "--engine", "hf", "--pause", "8", "--accuracy", "0.6"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.soak",
+        "--minutes",
+        "2",
+        "--engine",
+        "hf",
+        "--pause",
+        "8",
+        "--accuracy",
+        "0.6",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout[done.stdout.index("\n{") :])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from searcher import prompt_stream
-from start_model import VOCABULARY, demonstration, make_model, make_tokenizer, without_carries
 from tasks import Addition, is_right, load_task
+from tasks.start_model import VOCABULARY, demonstration, make_model, make_tokenizer, without_carries
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_the_order_of_prompts_hangs_on_the_seed_alone():
 
 @pytest.fixture(scope="module", params=["made", "saved and loaded"])
 def tokenizer(request, tmp_path_factory):
-    from policy import load_tokenizer
+    from runtime.policy import load_tokenizer
 
     made = make_tokenizer()
     if request.param == "made":

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import toy
 from buffer import Trajectory
 from loss import tb_loss
+from notebooks import toy
 
 
 def seeded(seed: int = 0) -> torch.Generator:

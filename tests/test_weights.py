@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weights import DIRTY, LATEST, Overtaken, SharedWeights
+from runtime.weights import DIRTY, LATEST, Overtaken, SharedWeights
 
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE = 120  # seconds that a process may take to answer; only a failing test waits that long

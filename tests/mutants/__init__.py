@@ -98,8 +98,8 @@ VARIANTS = [
     ),
     Mutant("padding filled with +1, as published", "loss.py", [(SUM, SUM.replace("0.0", "1.0"))]),
     Mutant("temperature forgotten", "trainer.py", [("tokens, temperature, need_states)", "tokens, 1.0, need_states)")]),
-    Mutant("answers shifted by one", "policy.py", [("out.logits[:, :-1]", "out.logits[:, 1:]")]),
-    Mutant("left padding unmasked", "policy.py", [("if tokens.mask is not None:", "if False:")]),
+    Mutant("answers shifted by one", "runtime/policy.py", [("out.logits[:, :-1]", "out.logits[:, 1:]")]),
+    Mutant("left padding unmasked", "runtime/policy.py", [("if tokens.mask is not None:", "if False:")]),
     Mutant("micro-batches summed", "trainer.py", [("share = len(part) / len(groups)", "share = 1.0")]),
     Mutant("learned log Z detached", "loss.py", [(LOSS, LOSS.replace("log_z,", "log_z.detach(),"))]),
     Mutant(

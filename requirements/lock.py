@@ -1,8 +1,8 @@
-"""Make requirements-cpu.txt: resolve requirements.in with pip, then leave out what a text model on a CPU never touches.
+"""Make requirements/cpu.txt: resolve requirements.in with pip, then leave out what a text model on a CPU never touches.
 
-    python tools/lock.py        (with the Python version that is to be used; needs the network)
+    python requirements/lock.py        (with the Python version that is to be used; needs the network)
 
-Then requirements-notebooks.txt and requirements-lab.txt anew: what is asked for by name stands at their top and stays;
+Then requirements/notebooks.txt and requirements/lab.txt anew: what is asked for by name stands at their top and stays;
 below it comes what that needs and the lists before it do not have, at versions that suit them.
 
 Left out are: torchvision, torchaudio and torchcodec (PyPI's builds do not load beside the CPU build of torch, and then
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 LEFT_OUT = set(
     """
     torchvision torchaudio torchcodec triton numba llvmlite intel-openmp intel-cmplr-lib-ur
@@ -28,8 +28,8 @@ LEFT_OUT = set(
     """.split()
 )
 HEAD = """\
-# Pinned; made by `make lock` (tools/lock.py) from requirements.in. Install with `pip install --no-deps -r`: the list is
-# complete for text models on a CPU, and leaves out what vLLM's metadata asks for besides (see tools/lock.py).
+# Pinned; made by `make lock` from requirements.in. Install with `pip install --no-deps -r`: the list is
+# complete for text models on a CPU, and leaves out what vLLM's metadata asks for besides (see requirements/lock.py).
 """
 NEEDED = "# what they need:"
 
@@ -61,14 +61,14 @@ def lock_more(path: Path, before: list[Path]) -> None:
 
 
 def main() -> None:
-    rows = resolve("-r", ROOT / "requirements.in")
+    rows = resolve("-r", HERE / "requirements.in")
     kept = [f"{name}=={version}" for name, version in rows if name not in LEFT_OUT]
-    (ROOT / "requirements-cpu.txt").write_text(HEAD + "\n".join(kept) + "\n")
-    print(f"requirements-cpu.txt: {len(kept)} packages, {len(rows) - len(kept)} left out")
-    before = [ROOT / "requirements-cpu.txt"]
-    for name in ("requirements-notebooks.txt", "requirements-lab.txt"):
-        lock_more(ROOT / name, before)
-        before.append(ROOT / name)
+    (HERE / "cpu.txt").write_text(HEAD + "\n".join(kept) + "\n")
+    print(f"cpu.txt: {len(kept)} packages, {len(rows) - len(kept)} left out")
+    before = [HERE / "cpu.txt"]
+    for name in ("notebooks.txt", "lab.txt"):
+        lock_more(HERE / name, before)
+        before.append(HERE / name)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs as the notebooks read them: start one as a process of its own, or read one that was kept in the repository.
 
 What is kept (`keep`) is a run's folder thinned out to what the notebooks draw, as one JSON file; `stream` is the
-trajectories of a run in the order in which they came, without log mu. tools/save_runs.py makes both.
+trajectories of a run in the order in which they came, without log mu. notebooks/save_runs.py makes both.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from buffer import ReplayBuffer, Trajectory
-from metrics import read_jsonl
+from runtime.metrics import read_jsonl
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 SAVED = ROOT / "notebooks" / "saved"
 COLUMNS = ("step", "seconds", "seconds_after", "imbalance", "reward", "staleness", "staleness_max", "log_ratio_mu")
 COLUMNS += ("kl_ref", "distinct", "accuracy")
@@ -99,7 +99,7 @@ def two_seconds(trace: list[dict]) -> list[dict]:
 def before_and_after(config: dict, out: Path, count: int = 8) -> list[list[str]]:
     """Greedy answers to the first held-out prompts, by the start model and by the policy that the run saved."""
     from config import Config
-    from start_model import start_model_path
+    from tasks.start_model import start_model_path
 
     known = {f.name for f in dataclasses.fields(Config)}
     settled = Config(**{name: value for name, value in config.items() if name in known})
@@ -111,8 +111,8 @@ def before_and_after(config: dict, out: Path, count: int = 8) -> list[list[str]]
 
 def greedy(folder: str, config, count: int) -> tuple[list[str], list[str]]:
     """Held-out prompts of the task, and what a model folder answers to them greedily."""
-    from engine import HfEngine, Sampling
-    from policy import load_policy, load_tokenizer, stop_tokens
+    from runtime.engine import HfEngine, Sampling
+    from runtime.policy import load_policy, load_tokenizer, stop_tokens
     from tasks import load_task
 
     prompts, tokenizer = list(load_task(config.task).heldout[:count]), load_tokenizer(folder)
@@ -243,7 +243,7 @@ def gathered(rows: list[dict], name: str, start: int = 0) -> list[int]:
 
 def as_text(t: Trajectory, prompts: list[str]) -> str:
     """A trajectory of the addition task as a reader sees it."""
-    from start_model import VOCABULARY
+    from tasks.start_model import VOCABULARY
 
     answer = "".join(VOCABULARY[i] for i in t.response)
     return f"{prompts[t.prompt_id]}{answer:12} reward {t.reward:.0f}, written by version {t.policy_version}"

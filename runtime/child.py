@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config import ConfigError
-from metrics import Board, Clock, save_spans
+from runtime.metrics import Board, Clock, save_spans
 
 ORPHANED = 3  # exit code of a child whose parent is gone
 

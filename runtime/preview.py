@@ -8,12 +8,12 @@ import json
 import os
 from pathlib import Path
 
-import memory
 from config import START_MODEL, Config, ConfigError, gpu_names, installed_vllm
-from placement import Place, describe, installed_gpus, plan, smallest
+from runtime import memory
+from runtime.placement import Place, describe, installed_gpus, plan, smallest
 from tasks import load_task
 
-MEASURED = Path(__file__).parent / "bench" / "results" / "gpu_check.json"
+MEASURED = Path(__file__).parents[1] / "bench" / "results" / "gpu_check.json"
 
 
 def names_of(config: Config) -> list[str]:
@@ -107,7 +107,7 @@ def dry_run(config: Config) -> list[str]:
 def _folder(config: Config) -> Path | None:
     if config.model != START_MODEL:
         return Path(config.model)
-    from start_model import start_model_path
+    from tasks.start_model import start_model_path
 
     place = start_model_path(config)
     return place if os.path.exists(place / "config.json") else None

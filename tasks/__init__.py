@@ -42,7 +42,7 @@ class Addition:
 
     def make_start_model(self, folder: Path, seed: int) -> None:
         """A small Llama that was taught addition, then careless habits (start_model.py)."""
-        from start_model import make_start_model
+        from tasks.start_model import make_start_model
 
         make_start_model(self, folder, seed)
 
@@ -79,7 +79,7 @@ def load_task(spec: str):
         raise ConfigError(f"--task {spec}: {name}() raises {_in_one_line(error)}") from error
     missing = [a for a in ("train", "validation", "heldout", "reward") if not hasattr(task, a)]
     if missing:
-        raise ConfigError(f"--task {spec}: the task lacks {', '.join(missing)} (see tasks.py)")
+        raise ConfigError(f"--task {spec}: the task lacks {', '.join(missing)} (see tasks/__init__.py)")
     return task
 
 

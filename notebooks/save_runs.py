@@ -1,6 +1,6 @@
 """Make what the notebooks read where no run is to be waited for: notebooks/saved/.
 
-    python tools/save_runs.py [--cache .cache]        (five runs with vLLM on two quiet cores: 6 minutes)
+    python -m notebooks.save_runs [--cache .cache]        (five runs with vLLM on two quiet cores: 6 minutes)
 
 `default.json`, `m_0.json`, `huge_k.json` and `small_beta.json` are runs of notebook 6, thinned out; `stream.npz` is all
 trajectories of a fifth one, on 256 of the problems so that each comes again and again, for notebook 2.
@@ -11,10 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from config import Config, resolve  # noqa: E402
-from saved_run import SAVED, keep, keep_stream, run_job  # noqa: E402
-from tba_min import Run  # noqa: E402
+from config import Config, resolve
+from notebooks.saved_run import SAVED, keep, keep_stream, run_job
+from tba_min import Run
 
 SAME = ["--steps", "200", "--max-seconds", "0", "--eval-every", "10", "--eval-prompts", "250", "--seed", "0"]
 RUNS = {  # file: what is wrong with it
@@ -45,7 +44,7 @@ def few_problems():
 
 
 def record_stream(cache: str, out: str) -> None:
-    from start_model import start_model_path
+    from tasks.start_model import start_model_path
 
     start = start_model_path(Config(task="addition", cache=cache))
     here = f"{Path(__file__).resolve()}:few_problems"

@@ -21,8 +21,8 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 
 import torch
 
-import cuda_ipc
 from config import ConfigError
+from runtime import cuda_ipc
 
 log = logging.getLogger("tba_min.weights")
 DIRTY = -1  # stamp of a slot that is being written, or was never written

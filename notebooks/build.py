@@ -1,8 +1,8 @@
 """The notebooks: made from their sources, executed, written as HTML with outputs and as pictures.
 
-    python tools/notebooks.py sync              notebooks/*.py -> notebooks/*.ipynb, without outputs
-    python tools/notebooks.py run [NAME ...]    execute -> runs/notebooks/*.html and docs/notebooks/*.png
-    python tools/notebooks.py run --fast        fewer seeds and updates, no HTML, no pictures: what the tests do
+    python -m notebooks.build sync              notebooks/*.py -> notebooks/*.ipynb, without outputs
+    python -m notebooks.build run [NAME ...]    execute -> runs/notebooks/*.html and docs/notebooks/*.png
+    python -m notebooks.build run --fast        fewer seeds and updates, no HTML, no pictures: what the tests do
 
 The sources are `py:percent` files, read by jupytext. A cell's id is made from what is in it: it changes with the cell,
 and with nothing else.
@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "notebooks"
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
 LIMIT = {False: 1800.0, True: 240.0}  # seconds that a whole notebook may take, in full and fast
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import child
-from child import environment, uninterrupted
-from metrics import Board
+from runtime import child
+from runtime.child import environment, uninterrupted
+from runtime.metrics import Board
 
 
 class Failed(RuntimeError):

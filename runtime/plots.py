@@ -1,10 +1,10 @@
-"""Every figure of a run, drawn from its folder: `python plots.py runs/<run>`."""
+"""Every figure of a run, drawn from its folder: `python -m runtime.plots runs/<run>`."""
 
 import json
 import sys
 from pathlib import Path
 
-from metrics import read_jsonl
+from runtime.metrics import read_jsonl
 
 COLOURS = {"reward": "#1f77b4", "accuracy": "#d62728", "loss": "#2ca02c", "mean": "#9467bd", "max": "#c5b0d5"}
 
@@ -314,6 +314,6 @@ def gantt(stories: dict, seconds: float, title: str, start: float = 0.0):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not all((Path(sys.argv[1]) / f).exists() for f in ("metrics.jsonl", "summary.json")):
-        sys.exit("usage: python plots.py runs/<run>   (a folder with metrics.jsonl and summary.json)")
+        sys.exit("usage: python -m runtime.plots runs/<run>   (a folder with metrics.jsonl and summary.json)")
     for path in draw(Path(sys.argv[1])):
         print(path)
