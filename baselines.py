@@ -1,21 +1,46 @@
-"""What TB is compared with: policy gradients and V-trace, on the conventions of loss.py.
+"""The losses that TB is compared with: policy gradients and V-trace, on the conventions of loss.py.
 
-Notation as there: P prompts x K answers y, T token positions; everything in nats but `reward`. Sequence losses take
-[P, K], token losses [P, K, T] with lengths [P, K]; what stands behind an answer's end, NaN included, never matters.
-Every loss is a scalar to minimise, and its gradient is what it was built for: advantages and weights are constants.
+Notation as there: P prompts x K answers y, T token positions; everything in nats but `reward`. `log_mu` is the
+log-probability under the policy that wrote the answer. Sequence losses take [P, K]; token losses take [P, K, T] with
+lengths [P, K] and ignore the padding, NaN included. Each loss is a scalar to minimise; only its gradient has a meaning:
+advantages and weights are constants.
 
 TB belongs to the same family. For any answers, whoever wrote them, the gradient of (beta / 2) * tb_loss is that of
 
     - mean over [P, K] of A log pi,   A = R - its group mean,   R = r - beta (log pi - log pi_ref), current pi, detached
 
-so `rloo_loss(log_pi, R)` is TB, K / (K - 1) times as long, and `tba_prime_loss` is it with an importance weight. What
-sets the others apart is what they leave out of R, or take from the policy that wrote the answer.
+So `rloo_loss(log_pi, R)` is TB times K / (K - 1), and `tba_prime_loss` is TB with an importance weight. The others
+leave a part of R out, or take it from the policy that wrote the answer.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from loss import answer_mask
+
+
+@dataclass
+class Answers:
+    """All that a loss may look at: P groups of K answers, T token positions."""
+
+    log_pi: Tensor  # [P, K] nats
+    log_mu: Tensor  # [P, K] nats
+    log_ref: Tensor  # [P, K] nats
+    reward: Tensor  # [P, K]
+    token_pi: Tensor  # [P, K, T] nats
+    token_mu: Tensor  # [P, K, T] nats
+    lengths: Tensor  # [P, K] tokens of each answer
+    beta: float
+    log_z: Tensor | None = None  # [P] learned log Z, nats
+    values: Tensor | None = None  # [P, K, T] the critic's value before each token, reward units
+    clip: float = 8.0  # largest importance weight of a whole answer
+
+    def shaped_reward(self, log_p: Tensor) -> Tensor:
+        """Reward less beta times the distance of `log_p` from pi_ref, a constant. [P, K] -> [P, K]"""
+        return self.reward - self.beta * (log_p - self.log_ref).detach()
 
 
 def _check(form: str, **tensors: Tensor) -> None:
@@ -32,11 +57,6 @@ def _check_each(form: str, shape: torch.Size, **tensors: Tensor) -> None:
             raise ValueError(f"{name} must be {form} = {list(shape)}, got {tuple(tensor.shape)}")
 
 
-def _inside(lengths: Tensor, width: int) -> Tensor:
-    """True on an answer's own tokens: [..., T]."""
-    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
-
-
 def _centred(x: Tensor) -> Tensor:
     """x less its group's mean, [P, K]; exactly 0 where a group's values are equal."""
     x = x - x[:, :1]
@@ -49,7 +69,7 @@ def rloo_loss(log_pi: Tensor, reward: Tensor) -> Tensor:
     log_pi, reward: [P, K], K at least 2; the loss is in reward units times nats. Its optimum is the highest reward:
     subtract beta (log_pi - log_ref).detach() from the reward for that of TB (and then it is TB: see above).
     Source: Ahmadian et al. 2024 (arXiv 2402.14740).
-    Needs, that TB doesn't: answers by the current policy; it corrects for nothing.
+    It needs answers by the current policy: it corrects for nothing.
     """
     _check("[P, K]", log_pi=log_pi, reward=reward)
     k = reward.shape[1]
@@ -63,11 +83,11 @@ def frozen_kl_loss(log_pi: Tensor, log_mu: Tensor, log_ref: Tensor, reward: Tens
     """Policy gradient whose KL term was computed when the answer was written: -mean over [P, K] of A log pi,
     A = R - its group mean, R = r - beta (log mu - log pi_ref).
 
-    All [P, K], the loss is in reward units times nats. While mu is pi its gradient is TB's (times beta / 2), with TB's
-    optimum; the older mu is, the later KL pulls back what has drifted away, and the policy overshoots.
+    All [P, K], the loss is in reward units times nats. While mu is pi, its gradient is beta / 2 times TB's, and its
+    optimum is TB's. The older mu is, the later KL pulls back a policy that has drifted away: it overshoots.
     Source: PPO-style RLHF puts KL into the reward like this (Ouyang et al. 2022, arXiv 2203.02155); the contrast with
     TB is TBA's (arXiv 2503.18929, section 3.2), which takes log pi anew in every update.
-    Needs, that TB doesn't: answers by the current policy, or log mu and one that is nearly so.
+    It needs answers by the current policy, or by one that is close to it, and their log mu.
     """
     _check("[P, K]", log_pi=log_pi, log_mu=log_mu, log_ref=log_ref, reward=reward)
     advantage = _centred(reward - beta * (log_mu - log_ref)).detach()
@@ -83,7 +103,7 @@ def tba_prime_loss(
     All [P, K], the loss is in reward units times nats. The trainer resets pi_ref to pi every rho updates; then the
     optimum moves on towards the highest reward.
     Source: TBA (arXiv 2503.18929), appendix A and section 6.
-    Needs, that TB doesn't: log mu, and log pi_ref under a reference that changes.
+    It needs log mu, and log pi_ref under a reference that changes.
     """
     _check("[P, K]", log_pi=log_pi, log_mu=log_mu, log_ref=log_ref, reward=reward)
     advantage = _centred(reward - beta * (log_pi - log_ref)).detach()
@@ -100,7 +120,7 @@ def grpo_loss(
     log_pi, log_mu: [P, K, T]; reward, lengths: [P, K]; the loss has no unit (Dr. GRPO: reward units). Its optimum is
     the highest reward: the KL term, which Dr. GRPO drops, is left out. A group of equal rewards has no gradient.
     Source: Shao et al. 2024 (arXiv 2402.03300), equation 3; Liu et al. 2025 (arXiv 2503.20783).
-    Needs, that TB doesn't: log mu of every token, and a mu that is near: a clipped token learns nothing.
+    It needs log mu of every token, and a mu close to pi: a clipped token teaches nothing.
     """
     _check("[P, K, T]", log_pi=log_pi, log_mu=log_mu)
     _check_each("[P, K]", log_pi.shape[:2], reward=reward, lengths=lengths)
@@ -108,7 +128,7 @@ def grpo_loss(
     if not dr:
         advantage = advantage / (advantage.square().mean(1, keepdim=True).sqrt() + 1e-4)
     advantage = advantage.unsqueeze(-1)  # [P, K, 1]
-    inside = _inside(lengths, log_pi.shape[-1])
+    inside = answer_mask(lengths, log_pi.shape[-1])
     ratio = (log_pi - log_mu).masked_fill(~inside, 0.0).exp()  # [P, K, T]
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     answers = gain.masked_fill(~inside, 0.0).sum(-1)  # [P, K]
@@ -116,7 +136,7 @@ def grpo_loss(
 
 
 class VTrace(NamedTuple):
-    """What `vtrace` returns: value targets and policy-gradient advantages, [N, T], 0 behind a sequence's end."""
+    """Value targets and policy-gradient advantages, [N, T], 0 in the padding."""
 
     targets: Tensor
     advantages: Tensor
@@ -147,13 +167,13 @@ def vtrace(
         lengths: [N] actions of each sequence; None is T for all.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), equation 1, remark 1 and section 4.2.
-    Needs, that TB doesn't: log mu of every token and a critic.
+    It needs log mu of every token and a critic.
     """
     _check("[N, T]", log_rho=log_rho, values=values, rewards=rewards, discounts=discounts)
     n, width = values.shape
     lengths = torch.full((n,), width, device=values.device) if lengths is None else lengths
     _check_each("[N]", values.shape[:1], bootstrap=bootstrap, lengths=lengths)
-    inside = _inside(lengths, width)
+    inside = answer_mask(lengths, width)
     values = torch.where(inside, values, bootstrap.unsqueeze(1))  # so that bootstrap follows the last action
     rewards, discounts = rewards.masked_fill(~inside, 0.0), discounts.masked_fill(~inside, 0.0)
     ratio = log_rho.masked_fill(~inside, 0.0).exp()
@@ -181,11 +201,11 @@ def vtrace_loss(
     its last token, where the episode ends; no discount. The optimum is the highest reward: for that of TB subtract
     beta (log_pi - log_ref).detach() from the reward. Left out: IMPALA's entropy bonus.
     Source: Espeholt et al. 2018 (arXiv 1802.01561), section 4.2.
-    Needs, that TB doesn't: log mu of every token and a critic.
+    It needs log mu of every token and a critic.
     """
     _check("[P, K, T]", log_pi=log_pi, log_mu=log_mu, values=values)
     _check_each("[P, K]", log_pi.shape[:2], reward=reward, lengths=lengths)
-    outside = ~_inside(lengths, log_pi.shape[-1])  # [P, K, T]
+    outside = ~answer_mask(lengths, log_pi.shape[-1])  # [P, K, T]
     log_pi, log_mu, values = (x.masked_fill(outside, 0.0) for x in (log_pi, log_mu, values))
     last = torch.arange(log_pi.shape[-1], device=lengths.device) == lengths.unsqueeze(-1) - 1  # an answer's last token
     rewards = torch.where(last, reward.unsqueeze(-1), 0.0)

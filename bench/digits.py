@@ -48,30 +48,24 @@ class Digits:
         same = len(answer) == len(right) and answer[2::4] == right[2::4] and answer[-3] == right[-3]
         return float(same)
 
+    def _demonstrations(self, rng, careless: float) -> list[str]:
+        prompts = [self.train[i] for i in rng.integers(len(self.train), size=32)]
+        return [p + self.solve(p, rng.random() < careless) for p in prompts]
+
     def make_start_model(self, folder: Path, seed: int) -> None:
         """About a minute on one core."""
         import numpy as np
         import torch
 
-        from tasks.start_model import make_model, make_tokenizer
+        from tasks.start_model import adamw, make_model, make_tokenizer, supervise
 
         torch.manual_seed(seed)
         rng, tokenizer, model = np.random.default_rng(seed), make_tokenizer(), make_model(2 * 4 * DIGITS + 4)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-        phases = ((450, 0.0, 2e-3), (60, CARELESS, 5e-4))  # steps, careless share, learning rate
-        for steps, careless, rate in phases:
-            for step in range(steps):
-                prompts = [self.train[i] for i in rng.integers(len(self.train), size=32)]
-                lines = [p + self.solve(p, rng.random() < careless) for p in prompts]
-                ids = torch.tensor(tokenizer(lines, add_special_tokens=False)["input_ids"])
-                ids = torch.cat([ids, torch.full((len(lines), 1), tokenizer.eos_token_id)], 1)
-                logits = model(ids, use_cache=False).logits[:, 4 * DIGITS - 1 : -1]
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 4 * DIGITS :].flatten())
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 30, (steps - step) / (0.4 * steps) + 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+        optimizer = adamw(model)
+        for steps, careless, peak in ((450, 0.0, 2e-3), (60, CARELESS, 5e-4)):
+            rate = lambda step, n=steps, r=peak: r * min(1.0, (step + 1) / 30, (n - step) / (0.4 * n) + 0.1)  # noqa: E731
+            lines = lambda share=careless: self._demonstrations(rng, share)  # noqa: E731
+            supervise(model, tokenizer, lines, 4 * DIGITS, steps, rate, optimizer)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -28,14 +28,15 @@ import numpy as np
 import torch
 
 from bench import common
-from buffer import Trajectory, serve
-from config import Config, gpu_names, resolve
+from buffer import Trajectory
+from config import Config, resolve
 from runtime import cuda_ipc, memory
 from runtime.child import Child, environment
 from runtime.engine import Sampling, VllmEngine
 from runtime.metrics import Board, merge_timeline, save_spans
-from runtime.placement import plan
+from runtime.placement import gpu_names, plan
 from runtime.policy import collate, load_policy, named_weights, response_logprobs
+from runtime.served_buffer import serve
 from runtime.weights import SharedWeights
 from tasks import load_task
 from tasks.start_model import make_model, make_tokenizer, start_model_path

@@ -19,6 +19,7 @@ from config import Config
 from runtime import child as children
 from runtime.child import environment, uninterrupted
 from runtime.metrics import Board
+from sync import lead_sync
 
 FIRST = {"add requests", "generate", "forward, backward"}  # spans that a run begins with
 
@@ -180,7 +181,7 @@ class Lab:
 
     def serve(self, config: Config) -> tuple:
         """A buffer of its own for a run, as the parent starts it."""
-        from buffer import serve
+        from runtime.served_buffer import serve
 
         pool = None if config.sync == "barrier" else config.recent_groups
         options = {"capacity": config.buffer_capacity, "per_prompt": config.per_prompt_capacity, "dedup": config.dedup}
@@ -200,11 +201,7 @@ class Lab:
 
     def _lead(self, config: Config, proxy, searchers: list) -> dict:
         """The parent's part of a run, to the trainer's summary."""
-        from tba_min import Run
-
-        parent = SimpleNamespace(
-            board=self.board, buffer=proxy, absent=set(range(len(searchers), self.board.searchers))
-        )
+        absent = set(range(len(searchers), self.board.searchers))
         while True:
             if self.trainer.pipe.poll(0.001 if config.sync == "barrier" else 0.05):
                 kind, value = self.trainer.pipe.recv()
@@ -219,7 +216,8 @@ class Lab:
                 if searcher.pipe.poll():
                     searcher.hear("result", timeout=1.0)
                     raise RuntimeError(f"{searcher.name} ended early")
-            Run._lead_sync(parent)
+            if config.sync == "barrier":
+                lead_sync(self.board, proxy, absent)
 
 
 def _first(spans: list) -> float:
@@ -253,10 +251,10 @@ def _obey(name: str, pipe, board: Board, stand_in: float) -> None:
 
 def _keep_engines(here) -> None:
     """Let searcher.py find the engine of the run before, with the new run's weights."""
-    import searcher
+    from runtime import loading
     from runtime.policy import load_policy, named_weights
 
-    make = searcher.make_engine
+    make = loading.make_engine
 
     def kept(config, folder, *args, **kwargs):
         if config.engine == "hf":
@@ -272,15 +270,16 @@ def _keep_engines(here) -> None:
         engine.load_weights(named_weights(load_policy(folder)), 0)
         return engine
 
-    searcher.make_engine = kept
+    loading.make_engine = kept
 
 
 def _stand_in(rate: float) -> None:
     """Let searcher.py find an engine and a reference that sleep as a GPU would compute, `rate` answers a second."""
     import searcher
     from bench.stand_in import StandIn, log_ref
+    from runtime import loading
 
-    searcher.make_engine = lambda config, *_, **__: StandIn(rate, config.seed)
+    loading.make_engine = lambda config, *_, **__: StandIn(rate, config.seed)
     searcher.Searcher._log_ref = log_ref
 
 
@@ -323,7 +322,9 @@ def rounds(here, config, folder: str, trajectories: int) -> float:
     """Seconds in which a searcher generates so many in rounds, each of which lets the engine run empty."""
     import searcher
 
-    one, done = searcher.build(_child(here), config, folder, 0, 0), 0
+    child = _child(here)
+    parts = searcher.load_parts(child, config, folder, 0, 0)
+    one, done = searcher.Searcher(parts, config, 0, 0, child.clock), 0
     start = time.time()
     while done < trajectories:
         done += len(one.round(max(1, config.in_flight // config.S)))

@@ -23,9 +23,9 @@ from pathlib import Path
 import psutil
 
 from bench.common import RESULTS, ROOT, machine
-from buffer import unpack
 from runtime.checkpoint import all_in, load_buffer
-from runtime.metrics import read_jsonl
+from runtime.files import read_jsonl
+from runtime.served_buffer import unpack
 
 SMALL = 2_000_000  # bytes: a trainer that may write no larger file can't write its optimizer's state of 2.8 MB
 HEARTBEAT = 20  # seconds; a machine that is busy with other things can starve a process for several

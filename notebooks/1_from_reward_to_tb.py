@@ -16,8 +16,7 @@ sys.path.insert(0, "..")  # the project's modules lie one folder up
 import torch
 
 from loss import tb_residual, vargrad_log_z
-from notebooks import toy
-from runtime import plots
+from notebooks import figures, toy
 
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 
@@ -137,7 +136,9 @@ for name, log_pi in {"reference": log_ref, "target": target}.items():
 # %%
 final, course = toy.by_lag("TB", [0], SEEDS, BETA, RATE, UPDATES)
 policies = {"before": log_ref, f"after {UPDATES} trainer updates": course.log_pi[0]}
-plots.picture(plots.against_target(target, reward, policies, "TB brings every answer into balance, the rare ones last"))
+figures.picture(
+    figures.against_target(target, reward, policies, "TB brings every answer into balance, the rare ones last")
+)
 
 # %% [markdown]
 # **Answer:** before, the yellow dots (high reward) lie below: the target gives them more probability than the policy
@@ -153,7 +154,7 @@ updates = range(1, UPDATES + 1)
 title = f"TB finds the target: exact KL from {course.untrained.median():.2f} to {final.median():.4f} nats"
 above, below = {"TB": (updates, course.loss.T)}, {"TB": (updates, course.kl.T)}
 ylabels = ("TB loss [nats²]", "KL(π ‖ π*) [nats]")
-plots.picture(plots.curves_above(above, below, "trainer updates", ylabels, title, log=("top", "bottom")))
+figures.picture(figures.curves_above(above, below, "trainer updates", ylabels, title, log=("top", "bottom")))
 
 # %% [markdown]
 # **Answer:** the KL is smooth, the loss jumps: each value of it comes from other answers. (The thin lines are seeds, the
@@ -177,7 +178,7 @@ series = {
     "exact log Z less its estimate (mean of 20 updates)": (updates[19:], gap),
     "KL(π ‖ π*)": (updates[19:], course.kl.unfold(0, 20, 1).mean(-1).T),
 }
-plots.picture(plots.curves(series, "trainer updates", "nats", "What VarGrad misses of log Z is the KL still to go"))
+figures.picture(figures.curves(series, "trainer updates", "nats", "What VarGrad misses of log Z is the KL still to go"))
 
 # %% [markdown]
 # **Answer:** below, by the KL that is still to go. As the policy nears its target, the estimate nears the truth. One
@@ -212,7 +213,7 @@ both = {name: toy.by_lag(name, [0], SEEDS, BETA, 1.0, **sgd)[1] for name in ("TB
 apart = float((both["TB"].kl - both["policy gradient"].kl).abs().max())
 series = {name: (range(1, 201), c.kl.T) for name, c in both.items()}
 title = f"One method with two names: never more than {apart:.0e} nats apart"
-plots.picture(plots.curves(series, "trainer updates", "KL(π ‖ π*) [nats]", title, "y", dashed=("policy gradient",)))
+figures.picture(figures.curves(series, "trainer updates", "KL(π ‖ π*) [nats]", title, "y", dashed=("policy gradient",)))
 
 # %% [markdown]
 # **Answer:** not at all. On fresh answers TB and this policy gradient are *one* method, and a plot that shows one of
@@ -233,7 +234,7 @@ look = first.table[0], reward, log_ref, BETA
 noise = {b: [toy.gradient_noise(*look, k, b) for k in sizes] for b in ("zero", "exact log Z", "VarGrad")}
 series = {f"log Z: {name}": (sizes, values) for name, values in noise.items()}
 title = f"At K = 64 VarGrad needs {noise['zero'][-1] / noise['VarGrad'][-1]:.1f} times fewer answers than no baseline"
-plots.picture(plots.curves(series, "answers in a group, K", "noise / signal", title, log="xy"))
+figures.picture(figures.curves(series, "answers in a group, K", "noise / signal", title, log="xy"))
 
 # %% [markdown]
 # **Answer:** all of them fall like $1/K$. Zero is worst by far. The surprise is that VarGrad's crude mean beats the exact

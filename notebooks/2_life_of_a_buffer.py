@@ -20,8 +20,8 @@ from collections import Counter
 import numpy as np
 
 from buffer import ReplayBuffer, reward_probs
+from notebooks import figures
 from notebooks.saved_run import SAVED, as_text, gathered, over_time, read_stream, replay
-from runtime import plots
 from tasks.start_model import VOCABULARY
 
 # %% tags=["parameters"]
@@ -132,7 +132,7 @@ panels = {
 }
 young = np.mean(np.array(gathered(lives[M], "drawn_ages", half)) < 10)
 title = f"With m = {M:g}, {young:.0%} of what the trainer draws is less than 10 updates old"
-plots.picture(plots.histograms(panels, np.linspace(0, UPDATES, 25), "age [trainer updates]", title))
+figures.picture(figures.histograms(panels, np.linspace(0, UPDATES, 25), "age [trainer updates]", title))
 
 # %% [markdown]
 # **Answer:** the stored ages are spread over the whole run, a little of each age. (The far end is thin: only the last updates
@@ -155,7 +155,7 @@ series = {
 }
 limit = np.mean([np.mean(row["stored_ages"]) for row in bounded[-10:]])
 title = f"A buffer of {CAPACITY:,} stops ageing at {limit:.0f} trainer updates on average"
-plots.picture(plots.curves(series, "trainer updates", "mean age [trainer updates]", title))
+figures.picture(figures.curves(series, "trainer updates", "mean age [trainer updates]", title))
 
 # %% [markdown]
 # **Answer:** without a bound the mean age grows by about half an update at each update, for ever. With one it stops as soon
@@ -178,7 +178,7 @@ series = {
 }
 right = {what: np.mean([row[f"{what}_reward"] for row in by_reward[half:]]) for what in ("drawn", "stored")}
 title = f"λ = {INVERSE_TEMPERATURE:g}: late on, {right['drawn']:.0%} of the drawn are right, and {right['stored']:.0%} of the stored"
-plots.picture(plots.curves(series, "trainer updates", "share of right answers", title))
+figures.picture(figures.curves(series, "trainer updates", "share of right answers", title))
 
 # %% [markdown]
 # **Answer:** not in the beginning! Each prompt then holds 16 answers, and a batch takes 16 of it: there is nothing to
@@ -200,7 +200,7 @@ series = {
 }
 last = np.mean([row["drawn_distinct"] for row in fresh[-10:]])
 title = f"Of 16 fresh answers to a sum, {16 * last:.1f} are different in the end"
-plots.picture(plots.curves(series, "trainer updates", "distinct answers / trajectories", title))
+figures.picture(figures.curves(series, "trainer updates", "distinct answers / trajectories", title))
 
 # %% [markdown]
 # **Answer:** it falls. In the store that is nearly arithmetic: the same few answers come again and again. But it also falls

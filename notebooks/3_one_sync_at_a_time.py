@@ -23,9 +23,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from notebooks import figures
 from notebooks.fake_clock import Setting, play
 from notebooks.toy import World
-from runtime import plots
 
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 
@@ -80,7 +80,7 @@ panels = {
     f"{name}: the trainer waits {story.idle('trainer'):.0%} of the time, the searchers {story.idle_searchers():.0%}": story
     for name, story in stories.items()
 }
-plots.picture(plots.gantt(panels, 20.0, "The first 20 seconds: hatched is waiting"))
+figures.picture(figures.gantt(panels, 20.0, "The first 20 seconds: hatched is waiting"))
 
 # %% [markdown]
 # **Answer:** on-policy everyone waits twice in every round: for the slowest answer, and then for the trainer. At a barrier
@@ -102,11 +102,11 @@ ages, losses = {}, {}
 for name, story in stories.items():
     ends = [u.end for u in story.updates]
     ages[name] = ends, [np.mean(u.ages) for u in story.updates]
-    losses[name] = ends[9:], plots.smooth([u.metrics["imbalance"] for u in story.updates])
+    losses[name] = ends[9:], figures.smooth([u.metrics["imbalance"] for u in story.updates])
 mean_age = {name: np.mean(y[10:]) for name, (_, y) in ages.items()}
 ylabels = ("mean age\n[trainer updates]", "β² · TB loss\n[reward²]")
 title = f"Barrier learns from data {mean_age['barrier']:.1f} updates old, eager {mean_age['eager']:.1f}; both are done sooner"
-plots.picture(plots.curves_above(ages, losses, "seconds (fake)", ylabels, title, log=("bottom",)))
+figures.picture(figures.curves_above(ages, losses, "seconds (fake)", ylabels, title, log=("bottom",)))
 
 # %% [markdown]
 # **Answer:** barrier alternates between 2 and 3. What is merged at a sync was written with the weights of the sync before,
@@ -128,7 +128,7 @@ right, wrong = ([np.mean(getattr(u, what)) for u in slow.updates] for what in ("
 series = {"by the weights that wrote it": (x, right), "by the trainer's clock": (x, wrong)}
 off = np.mean(right[8:]) - np.mean(wrong[8:])
 title = f"The trainer's clock makes data look {off:.1f} updates younger than it is"
-plots.picture(plots.curves(series, "trainer updates", "mean age [trainer updates]", title))
+figures.picture(figures.curves(series, "trainer updates", "mean age [trainer updates]", title))
 
 # %% [markdown]
 # **Answer:** by about half of $k$: while the searcher writes with its old weights, the trainer's clock goes on. `searcher.py`
@@ -150,7 +150,7 @@ title = (
     f"k = 16 spares barrier's trainer {idle['barrier'][1][0] - idle['barrier'][1][-1]:.0%} of the time, and costs age"
 )
 ylabels = ("mean age\n[trainer updates]", "trainer waits\n[share of time]")
-plots.picture(plots.curves_above(old, idle, "k [trainer updates]", ylabels, title))
+figures.picture(figures.curves_above(old, idle, "k [trainer updates]", ylabels, title))
 
 # %% [markdown]
 # **Answer:** barrier must choose between waiting (small $k$) and old data (large $k$). Eager hardly waits at any $k$, so it

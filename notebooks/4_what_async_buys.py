@@ -19,9 +19,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from notebooks import figures
 from notebooks.fake_clock import Setting, play, play_all
 from notebooks.toy import World
-from runtime import plots
 
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 
@@ -70,7 +70,7 @@ series["the limit, max(G/N, T)"] = searchers, [batch / replace(setting, searcher
 at_15 = by_n[15]["eager"].rate / by_n[15]["onpolicy"].rate
 title = f"15 searchers: eager is {at_15:.1f} times as fast as on-policy"
 dashed = ("the limit, max(G/N, T)",)
-plots.picture(plots.curves(series, "searchers, N", "trajectories trained a second", title, dashed=dashed))
+figures.picture(figures.curves(series, "searchers, N", "trajectories trained a second", title, dashed=dashed))
 
 # %% [markdown]
 # **Answer:** eager follows the limit. Barrier is below it everywhere: at each sync all wait for the slowest, and often a batch
@@ -86,7 +86,7 @@ top = {m: (searchers, [by_n[n][m].idle("trainer") for n in searchers]) for m in 
 bottom = {m: (searchers, [by_n[n][m].idle_searchers() for n in searchers]) for m in MODES}
 wasted = by_n[15]["onpolicy"].idle_searchers()
 title = f"On-policy, 15 searchers: each of them waits {wasted:.0%} of the time"
-plots.picture(plots.curves_above(top, bottom, "searchers, N", ("trainer waits", "searchers wait"), title))
+figures.picture(figures.curves_above(top, bottom, "searchers, N", ("trainer waits", "searchers wait"), title))
 
 # %% [markdown]
 # **Answer:** on-policy wastes the searchers: the more there are, the longer they all wait for one trainer. Eager wastes the
@@ -109,7 +109,7 @@ for spread in (0.0, SPREAD, 1.0):
 best = max(max(y) for _, y in speed.values())
 worst = min(min(y) for _, y in speed.values())
 title = f"Eager over on-policy: {best:.1f} times at best, {worst:.1f} at worst"
-plots.picture(plots.curves(speed, "(G/N) / T: searchers' work over trainer's", "speed-up of eager", title, log="x"))
+figures.picture(figures.curves(speed, "(G/N) / T: searchers' work over trainer's", "speed-up of eager", title, log="x"))
 
 # %% [markdown]
 # **Answer:** the peak is where both sides have the same work, and below 2, as the limit says. To the left of it the trainer
@@ -128,7 +128,7 @@ series = {m: (transfers, [r[m].rate for r in slow]) for m in MODES}
 series["eager, k = 4"] = transfers, [play(replace(setting, k=4, searchers=8, transfer=t)).rate for t in transfers]
 kept = {name: rates[-1] / rates[0] for name, (_, rates) in series.items()}
 title = f"At 4 s a transfer eager keeps {kept['eager']:.0%} of its speed, and {kept['eager, k = 4']:.0%} with k = 4"
-plots.picture(plots.curves(series, "seconds of a transfer", "trajectories trained a second", title))
+figures.picture(figures.curves(series, "seconds of a transfer", "trajectories trained a second", title))
 
 # %% [markdown]
 # **Answer:** nobody hides it here. On-policy pays for sending and loading at every update. Eager pays too: each searcher
@@ -157,7 +157,7 @@ series = {m: (updates, [kls for _, kls in c]) for m, c in courses.items()}
 end = {m: np.median([kls[-1] for _, kls in c]) for m, c in courses.items()}
 late = max(end["eager"], end["barrier"]) / end["onpolicy"]
 title = f"Against updates on-policy is ahead: with old data the final KL is {late - 1:.0%} higher"
-plots.picture(plots.curves(series, "trainer updates", "KL(π ‖ π*) [nats]", title, log="y"))
+figures.picture(figures.curves(series, "trainer updates", "KL(π ‖ π*) [nats]", title, log="y"))
 
 # %%
 grid = np.linspace(0, max(seconds[-1] for c in courses.values() for seconds, _ in c), 200)
@@ -171,7 +171,7 @@ reached = {
 }
 sooner = reached["onpolicy"] / reached["eager"]
 title = f"Against seconds on-policy is behind: it takes {sooner:.1f} times as long as eager to a KL of {goal:.2f}"
-plots.picture(plots.curves(series, "seconds (fake)", "KL(π ‖ π*) [nats]", title, log="y"))
+figures.picture(figures.curves(series, "seconds (fake)", "KL(π ‖ π*) [nats]", title, log="y"))
 
 # %% [markdown]
 # **Answer:** against updates on-policy is a little ahead: a batch from the buffer draws some answers twice and others never,

@@ -19,8 +19,7 @@ sys.path.insert(0, "..")  # the project's modules lie one folder up
 import numpy as np
 import torch
 
-from notebooks import toy
-from runtime import plots
+from notebooks import figures, toy
 
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 
@@ -79,7 +78,9 @@ series = {name: (LAGS, ends[name].T) for name in names}
 series["before learning"] = LAGS, [start] * len(LAGS)
 title = f"At lag {LAGS[-1]} frozen KL ends {middle['frozen KL'][-1] / middle['TB'][-1]:.0f} times as far from the target as TB"
 dashed = ("clipped IS", "before learning")
-plots.picture(plots.curves(series, "lag [trainer updates]", "final KL(π ‖ π*) [nats]", title, log="y", dashed=dashed))
+figures.picture(
+    figures.curves(series, "lag [trainer updates]", "final KL(π ‖ π*) [nats]", title, log="y", dashed=dashed)
+)
 
 # %% [markdown]
 # **Answer:** only frozen KL rises; at a large lag it ends *further* from the target than it began. TB, clipped IS and V-trace
@@ -99,7 +100,7 @@ rows = slice(at * SEEDS, (at + 1) * SEEDS)
 series = {name: (updates, courses[name].kl[:, rows].T) for name in ("TB", "frozen KL")}
 floor = float(courses["frozen KL"].kl[UPDATES // 2 :, rows].median() / courses["TB"].kl[UPDATES // 2 :, rows].median())
 title = f"Lag 20: with the KL frozen, the policy swings about a KL {floor:.0f} times TB's"
-plots.picture(plots.curves(series, "trainer updates", "KL(π ‖ π*) [nats]", title, log="y"))
+figures.picture(figures.curves(series, "trainer updates", "KL(π ‖ π*) [nats]", title, log="y"))
 
 # %% [markdown]
 # **Answer:** frozen KL comes near the target at first, even as fast as TB, and then can't stay there.
@@ -123,7 +124,7 @@ panels = {
 }
 xlabel = "log2 of π/μ: -1 is half as probable now, 1 twice"
 title = "Old answers look foreign while the policy moves, and not any more when it has arrived"
-plots.picture(plots.histograms(panels, np.linspace(-6, 6, 49), xlabel, title, log=True))
+figures.picture(figures.histograms(panels, np.linspace(-6, 6, 49), xlabel, title, log=True))
 
 # %%
 share = toy.effective_share(courses["TB"].log_ratio).view(UPDATES, len(LAGS), SEEDS)
@@ -133,7 +134,7 @@ series = {
 }
 worth = 16 * float(share[early].mean(0)[-1].mean())
 title = f"Early on, at lag {LAGS[-1]}, 16 answers weigh as much as {worth:.0f}"
-plots.picture(plots.curves(series, "lag [trainer updates]", "effective sample size / K", title))
+figures.picture(figures.curves(series, "lag [trainer updates]", "effective sample size / K", title))
 
 # %% [markdown]
 # **Answer:** early on, an answer of 100 updates ago is often half or twice as probable now as when it was written, sometimes an
@@ -155,7 +156,7 @@ for beta in betas:
     worse[f"β = {beta:g}"] = rates, (frozen / tb).tolist()
 most, least = max(max(y) for _, y in worse.values()), min(min(y) for _, y in worse.values())
 title = f"The contrast hangs on the knobs: frozen KL is {least:.1f} to {most:.0f} times as far off as TB"
-plots.picture(plots.curves(worse, "learning rate of Adam", "final KL, frozen KL / TB", title, log="xy"))
+figures.picture(figures.curves(worse, "learning rate of Adam", "final KL, frozen KL / TB", title, log="xy"))
 
 # %% [markdown]
 # **Answer:** with small steps the policy moves little in 20 updates, nothing is really old, and the two tie (a ratio of 1). With large
@@ -173,7 +174,7 @@ by_clip = torch.stack(
 series = {"clipped IS": (clips, by_clip), "TB": (clips, [middle["TB"][-1]] * len(clips))}
 span = float(by_clip.median(0).values.max() / by_clip.median(0).values.min())
 title = f"Where the weights are clipped hardly matters here: final KLs within a factor of {span:.1f}"
-plots.picture(plots.curves(series, "clip", "final KL(π ‖ π*) [nats]", title, log="x", dashed=("TB",)))
+figures.picture(figures.curves(series, "clip", "final KL(π ‖ π*) [nats]", title, log="x", dashed=("TB",)))
 
 # %% [markdown]
 # **Answer:** hardly, on this game (8 and 100 are one: no weight gets that large). 256 answers and rewards between 0 and 1 make no weight so large that it ruins a mean, and where

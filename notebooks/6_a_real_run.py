@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from notebooks import figures
 from notebooks.saved_run import obtain
-from runtime import plots
 
 # %% tags=["parameters"]
 FAST = False  # True: as the tests do
@@ -64,7 +64,7 @@ default = obtain("default", OPTIONS, REPLAY)
 # > reward and held-out accuracy do?
 
 # %%
-plots.picture(plots.reward_and_accuracy(default.rows, default.summary["evaluations"]))
+figures.picture(figures.reward_and_accuracy(default.rows, default.summary["evaluations"]))
 
 # %% [markdown]
 # **Answer:** both rise steeply at first, the accuracy with dips. The reward is that of *drawn* answers, sampled at random, a
@@ -88,7 +88,7 @@ for prompt, before, after in default.answers:
 # > squared. Does it go to 0, as it nearly did in notebook 1?
 
 # %%
-plots.picture(plots.loss(default.rows))
+figures.picture(figures.loss(default.rows))
 
 # %% [markdown]
 # **Answer:** no. It falls by a factor of about two and goes on jumping. In balance, the log-probabilities of a right and of a wrong answer
@@ -101,14 +101,14 @@ plots.picture(plots.loss(default.rows))
 # > **Predict:** with $m = 0.75$ and weights that go out after every update: the mean age of a batch, and the oldest in it?
 
 # %%
-plots.picture(plots.staleness(default.rows))
+figures.picture(figures.staleness(default.rows))
 
 # %%
 ages = np.repeat(list(default.ages), list(default.ages.values()))
 young = np.mean(ages <= 8)
 title = f"{young:.0%} of all that was drawn was at most 8 updates old, the rest is of any age"
-plots.picture(
-    plots.histograms({"the whole run": {"drawn": ages}}, np.arange(0, 201, 4), "age [trainer updates]", title)
+figures.picture(
+    figures.histograms({"the whole run": {"drawn": ages}}, np.arange(0, 201, 4), "age [trainer updates]", title)
 )
 
 # %% [markdown]
@@ -123,9 +123,9 @@ plots.picture(
 # %%
 busy, title = default.summary, "Two seconds of the default run: coloured is work"
 said = f"trainer busy {busy['busy_trainer']:.0%}, searcher busy {busy['busy_searchers'][0]:.0%}"
-figure = plots.timeline({f"{title}; {said}": (default.trace, 0.0)}, 2.0)
+figure = figures.timeline({f"{title}; {said}": (default.trace, 0.0)}, 2.0)
 figure.set_size_inches(8, 3)
-plots.picture(figure)
+figures.picture(figure)
 
 # %% [markdown]
 # **Answer:** the searcher for nobody: its core works without pause, and both overlap wholly. The trainer waits for nobody
@@ -143,7 +143,7 @@ series = {name: ([e[0] for e in run.accuracy], [e[2] for e in run.accuracy]) for
 end = {name: np.mean([e[2] for e in run.accuracy[-3:]]) for name, run in runs.items()}
 lowest = min(end, key=end.get)
 title = f"{lowest} ends at {end[lowest]:.2f}, the default at {end['default']:.2f}"
-plots.picture(plots.curves(series, "trainer updates", "held-out accuracy, greedy", title))
+figures.picture(figures.curves(series, "trainer updates", "held-out accuracy, greedy", title))
 
 # %%
 print("run          accuracy   mean age   |log π - log μ|   β²·loss (mean of the last 50 updates)")
@@ -172,16 +172,17 @@ for name, run in runs.items():
 
 # %%
 far = {
-    name: (range(10, len(run.rows) + 1), plots.smooth([r["log_ratio_mu"] for r in run.rows]))
+    name: (range(10, len(run.rows) + 1), figures.smooth([r["log_ratio_mu"] for r in run.rows]))
     for name, run in runs.items()
 }
 old = {
-    name: (range(10, len(run.rows) + 1), plots.smooth([r["staleness"] for r in run.rows])) for name, run in runs.items()
+    name: (range(10, len(run.rows) + 1), figures.smooth([r["staleness"] for r in run.rows]))
+    for name, run in runs.items()
 }
 off = {name: np.mean(far[name][1][-50:]) / np.mean(far["default"][1][-50:]) for name in ("k = 100", "m = 0")}
 title = f"Equally old late on, but m = 0 is {off['m = 0']:.0f}, k = 100 {off['k = 100']:.0f} times as far off as the default"
 ylabels = ("mean age\n[trainer updates]", "|log π - log μ|\n[nats]")
-plots.picture(plots.curves_above(old, far, "trainer updates", ylabels, title, log=("bottom",)))
+figures.picture(figures.curves_above(old, far, "trainer updates", ylabels, title, log=("bottom",)))
 
 # %% [markdown]
 # **Answer:** age alone doesn't tell. m = 0 has old data too, but its buffer holds something of every policy that there was, the

@@ -1,9 +1,9 @@
 """The three ways to synchronise, played event by event on a clock that only jumps: no process, no waiting, no noise.
 
 Trainer and searchers are generators. Each says what it does next and for how many (fake) seconds, or what it waits for;
-`FakeClock` brings all of it into order and keeps spans in the format of metrics.Clock. The buffer, the rule by which it
-is drawn from and the order of prompts are the project's own; who pauses when is sync.py's and searcher.py's, told again
-in 70 lines.
+`FakeClock` brings all of it into order and keeps spans in the format of metrics.Clock. The buffer, its draws, the replay
+ratio and the order of prompts are the project's own functions. Who pauses when is told again, in 70 lines: the loops of
+sync.py wait with threads and sleeps, which a generator can't play (tests/test_schedules.py plays them, in fake time).
 
 Departures from the real job: a searcher writes one group at a time (a real one has many in flight), reward and
 log pi_ref take no time, and the next batch is not fetched ahead. `onpolicy` here shares the writing out to all N + 1
@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from buffer import ReplayBuffer, Trajectory
-from searcher import prompt_stream
+from runtime.metrics import trace_events
+from sync import may_update
+from tasks import prompt_stream
 
 Process = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
@@ -102,6 +104,11 @@ class Setting:
     seed: int = 0
 
     @property
+    def batch_size(self) -> int:
+        """Trajectories of an update."""
+        return self.prompts_per_batch * self.answers
+
+    @property
     def limit(self) -> float:
         """Seconds of an update when neither side ever waits: the longer of writing a batch and learning it."""
         writing = self.prompts_per_batch * self.generate / self.searchers / self.replay_ratio
@@ -141,18 +148,11 @@ class Story:
     @property
     def rate(self) -> float:
         """Trajectories trained per (fake) second."""
-        return len(self.updates) * self.setting.prompts_per_batch * self.setting.answers / self.seconds
+        return len(self.updates) * self.setting.batch_size / self.seconds
 
     def trace(self) -> list[dict]:
         """The spans as events of a Chrome trace, as in a run's timeline.json."""
-        events = []
-        for row, (name, spans) in enumerate(self.spans.items()):
-            events.append({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})
-            for what, start, end in spans:
-                events.append(
-                    {"name": what, "ph": "X", "pid": row, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
-                )
-        return events
+        return trace_events({name: [(*span, 0) for span in spans] for name, spans in self.spans.items()})
 
 
 class Nothing:
@@ -213,9 +213,8 @@ class _Play:
 
     def _ready(self) -> bool:
         """Whether a batch may be drawn: enough prompts, and the replay ratio holds (the first batch is free)."""
-        s, done = self.setting, len(self.updates)
-        size = s.prompts_per_batch * s.answers
-        enough = done == 0 or (done + 1) * size <= s.replay_ratio * self.written
+        s = self.setting
+        enough = may_update(s, self.written, len(self.updates) * s.batch_size)
         return enough and self.buffer.stats()["prompts"] >= s.prompts_per_batch
 
     def _learn(self) -> Process:

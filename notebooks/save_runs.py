@@ -30,13 +30,13 @@ class Recording(Run):
     packed = None
 
     def _stop(self) -> None:
-        self.packed = self.buffer.state_dict()["trajectories"]
+        self.packed = self.buffer.packed_state()["trajectories"]
         super()._stop()
 
 
 def few_problems():
     """The addition task with 256 problems to train on."""
-    from tasks import Addition
+    from tasks.addition import Addition
 
     task = Addition()
     task.train = task.train[:256]

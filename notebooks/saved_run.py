@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from buffer import ReplayBuffer, Trajectory
-from runtime.metrics import read_jsonl
+from runtime.files import read_jsonl
+from runtime.metrics import trace_events
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVED = ROOT / "notebooks" / "saved"
@@ -75,7 +76,7 @@ def read_run(place: Path) -> SavedRun:
     place = Path(place)
     if place.is_file():
         kept = json.loads(place.read_text())
-        kept["trace"] = [_event(*e) for e in kept["trace"]]
+        kept["trace"] = _unflat(kept["trace"])
         kept["ages"] = {int(age): n for age, n in kept["ages"].items()}
         return SavedRun(**kept)
     config, summary = (json.loads((place / f"{name}.json").read_text()) for name in ("config", "summary"))
@@ -110,18 +111,14 @@ def before_and_after(config: dict, out: Path, count: int = 8) -> list[list[str]]
 
 
 def greedy(folder: str, config, count: int) -> tuple[list[str], list[str]]:
-    """Held-out prompts of the task, and what a model folder answers to them greedily."""
-    from runtime.engine import HfEngine, Sampling
-    from runtime.policy import load_policy, load_tokenizer, stop_tokens
+    """Held-out prompts of the task, and the greedy answers of a model folder to them."""
+    from runtime.evaluation import Evaluator
+    from runtime.policy import load_policy
     from tasks import load_task
 
-    prompts, tokenizer = list(load_task(config.task).heldout[:count]), load_tokenizer(folder)
-    ids = [np.array(i, np.int32) for i in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
-    stop = stop_tokens(folder, tokenizer)
-    sampling = Sampling(1.0, config.max_new_tokens, tuple(stop), max(map(len, ids)), count)
-    engine = HfEngine(load_policy(folder), sampling, stop[0])
-    answers = [group[0].tokens for group in engine.generate(ids, 1, greedy=True)]
-    return prompts, tokenizer.batch_decode(answers, skip_special_tokens=True)
+    few = dataclasses.replace(config, eval_split="heldout", eval_prompts=count)
+    evaluate = Evaluator(load_policy(folder), folder, load_task(config.task), few)
+    return evaluate.prompts, evaluate.answers()
 
 
 # --- keeping one ----------------------------------------------------------------------------------------------------
@@ -155,17 +152,20 @@ def _flat(e: dict) -> list:
     return [e["pid"], e["name"], round(e["ts"] / 1000, 1), round(e["dur"] / 1000, 1), e["tid"]]
 
 
-def _event(pid: int, name: str, ts: float | None = None, dur: float = 0.0, tid: int = 0) -> dict:
-    if ts is None:
-        return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
-    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": ts * 1000, "dur": dur * 1000}
+def _unflat(rows: list[list]) -> list[dict]:
+    """The inverse of `_flat`, for all events of a timeline."""
+    spans = {name: [] for _, name in (row for row in rows if len(row) == 2)}
+    names = list(spans)
+    for pid, name, start, length, track in (row for row in rows if len(row) == 5):
+        spans[names[pid]].append((name, start / 1000, (start + length) / 1000, track))
+    return trace_events(spans)
 
 
 # --- a stream of trajectories ---------------------------------------------------------------------------------------
 
 
 def keep_stream(packed: tuple, prompts: list[str], place: Path) -> None:
-    """Write packed trajectories (buffer.pack), in the order in which they came, without log mu."""
+    """Write packed trajectories (served_buffer.pack), in the order in which they came, without log mu."""
     head, _, responses, _ = packed
     small = {name: head[name].astype(np.uint16) for name in ("prompt_id", "policy_version", "version_last")}
     small |= {"reward": head["reward"].astype(np.float16), "log_ref": head["log_ref"].astype(np.float16)}

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baselines import frozen_kl_loss, rloo_loss, tba_prime_loss, vtrace_loss
+from baselines import Answers, frozen_kl_loss, rloo_loss, tba_prime_loss, vtrace_loss
 from buffer import Trajectory
-from loss import tb_loss, vargrad_log_z
+from loss import log_target, tb_loss, tb_residual, vargrad_log_z
 
 VOCABULARY, LENGTH = 4, 4
 CLIP = 8.0  # largest importance weight of a whole answer
@@ -55,11 +55,6 @@ def log_probabilities(table: Tensor) -> Tensor:
 def letters(tokens) -> str:
     """A sequence as a reader sees it: `0 1 3 0` -> `abda`."""
     return "".join("abcd"[int(t)] for t in tokens)
-
-
-def log_target(log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
-    """log of pi_ref exp(r / beta) / Z, exactly. [B, 256] x 2 -> [B, 256]"""
-    return (log_ref + reward / beta).log_softmax(-1)
 
 
 def exact_log_z(log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
@@ -104,36 +99,26 @@ def problem(seeds: int) -> Problem:
 # --- losses ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Answers:
-    """B groups of K answers, and all that a loss may look at."""
-
-    log_pi: Tensor  # [B, K]
-    log_mu: Tensor  # [B, K]
-    log_ref: Tensor  # [B, K]
-    reward: Tensor  # [B, K]
-    token_pi: Tensor  # [B, K, 4]
-    token_mu: Tensor  # [B, K, 4]
-    values: Tensor  # [B, K, 4] critic's value before each token; 0 without a critic
-    beta: float
-    clip: float = CLIP
-
-    @classmethod
-    def look_up(cls, prompts, drawn, token_pi, token_mu, log_ref, reward, critic, beta, clip=CLIP) -> "Answers":
-        """The answers `drawn` [P, K] to the `prompts` [P], out of tables over all sequences [B, 256, ...]."""
-        at = prompts.unsqueeze(1), drawn
-        sequences = token_pi.sum(-1)[at], token_mu.sum(-1)[at], log_ref[at], reward[at]
-        values = critic[prompts.view(-1, 1, 1), ROWS[drawn]]
-        return cls(*sequences, token_pi[at], token_mu[at], values, beta, clip)
-
-    def shaped(self, log_p: Tensor) -> Tensor:
-        """Reward less beta times what `log_p` has moved from pi_ref, a constant. [B, K]"""
-        return self.reward - self.beta * (log_p - self.log_ref).detach()
+def look_up(prompts, drawn, token_pi, token_mu, log_ref, reward, critic, beta, clip=CLIP) -> Answers:
+    """The answers `drawn` [P, K] to the `prompts` [P], out of tables over all sequences [B, 256, ...]."""
+    at = prompts.unsqueeze(1), drawn
+    return Answers(
+        log_pi=token_pi.sum(-1)[at],
+        log_mu=token_mu.sum(-1)[at],
+        log_ref=log_ref[at],
+        reward=reward[at],
+        token_pi=token_pi[at],
+        token_mu=token_mu[at],
+        lengths=torch.full(drawn.shape, LENGTH),
+        values=critic[prompts.view(-1, 1, 1), ROWS[drawn]],
+        beta=beta,
+        clip=clip,
+    )
 
 
 def frozen_is_loss(a: Answers) -> Tensor:
     """The frozen-KL policy gradient, corrected for who wrote the answers as TBA' does it."""
-    shaped = a.shaped(a.log_mu)
+    shaped = a.shaped_reward(a.log_mu)
     weight = (a.log_pi - a.log_mu).detach().exp().clamp(max=a.clip)
     return -(weight * (shaped - shaped.mean(1, keepdim=True)) * a.log_pi).mean()
 
@@ -141,13 +126,12 @@ def frozen_is_loss(a: Answers) -> Tensor:
 def on_policy_gradient(a: Answers) -> Tensor:
     """REINFORCE with the current KL in its reward, group mean as baseline: where nothing is stale, textbook RL."""
     k = a.reward.shape[1]
-    return rloo_loss(a.log_pi, a.shaped(a.log_pi)) * ((k - 1) / k)
+    return rloo_loss(a.log_pi, a.shaped_reward(a.log_pi)) * ((k - 1) / k)
 
 
 def vtrace_with_kl(a: Answers) -> Tensor:
     """V-trace whose reward holds the current KL, so that its optimum on-policy is TB's."""
-    lengths = torch.full(a.reward.shape, LENGTH)
-    return vtrace_loss(a.token_pi, a.token_mu, a.values, a.shaped(a.log_pi), lengths)
+    return vtrace_loss(a.token_pi, a.token_mu, a.values, a.shaped_reward(a.log_pi), a.lengths)
 
 
 LOSSES: dict[str, Callable[[Answers], Tensor]] = {  # on fresh answers all but V-trace have one gradient
@@ -217,7 +201,7 @@ def learn(
         log_pi, log_mu = token_pi.sum(-1), token_mu.sum(-1)  # [B, 256]
         mu = log_mu.exp().nan_to_num(1.0)  # rows that diverged go on, of no use to anybody
         drawn = torch.multinomial(mu, k, replacement=True, generator=draws)  # [B, K]
-        answers = Answers.look_up(rows, drawn, token_pi, token_mu, log_ref, start.reward, critic, beta, clip)
+        answers = look_up(rows, drawn, token_pi, token_mu, log_ref, start.reward, critic, beta, clip)
         stepper.zero_grad()
         (LOSSES[loss](answers) * len(lags)).backward()  # a sum over rows: they don't share a gradient
         stepper.step()
@@ -232,7 +216,7 @@ def learn(
 @torch.no_grad()
 def _note(notes: dict[str, list[Tensor]], a: Answers, log_pi: Tensor, target: Tensor) -> None:
     log_z = vargrad_log_z(a.log_pi, a.log_ref, a.reward, a.beta)
-    residual = log_z.unsqueeze(1) + a.log_pi - a.log_ref - a.reward / a.beta
+    residual = tb_residual(a.log_pi, a.log_ref, a.reward, log_z, a.beta)
     notes["log_z"].append(log_z)
     notes["loss"].append(residual.square().mean(1))
     notes["log_ratio"].append(a.log_pi.detach() - a.log_mu)
@@ -248,7 +232,7 @@ def gradient(loss: str, table: Tensor, p: Problem, drawn: Tensor, beta: float) -
     token_pi = token_log_probabilities(table.unsqueeze(0))
     here, nothing = torch.zeros(1, dtype=torch.long), torch.zeros(1, STATES)
     look = token_pi, token_pi.detach(), p.log_ref, p.reward, nothing, beta
-    return torch.autograd.grad(LOSSES[loss](Answers.look_up(here, drawn.unsqueeze(0), *look)), table)[0]
+    return torch.autograd.grad(LOSSES[loss](look_up(here, drawn.unsqueeze(0), *look)), table)[0]
 
 
 def by_lag(
@@ -377,7 +361,7 @@ class World:
         token_mu = torch.zeros_like(token_pi)
         token_mu[prompts.unsqueeze(1), drawn] = torch.tensor(np.array([[t.log_mu for t in g] for g in groups]))
         critic = torch.zeros(self.prompts, STATES)
-        answers = Answers.look_up(prompts, drawn, token_pi, token_mu, self.log_ref, self.reward, critic, self.beta)
+        answers = look_up(prompts, drawn, token_pi, token_mu, self.log_ref, self.reward, critic, self.beta)
         self.stepper.zero_grad()
         LOSSES[self.loss](answers).backward()
         self.stepper.step()

@@ -7,21 +7,30 @@ that a full disk or a kill leaves the previous one as it was. Nothing in it is u
 safetensors or with `weights_only`, arrays without pickling.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from config import ConfigError
+from runtime.files import ConfigError, read_json
+from runtime.metrics import Board
+
+if TYPE_CHECKING:
+    from multiprocessing.managers import BaseProxy
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 HALF = ".writing-"  # a checkpoint that is being written, or whose writer died
-ARRAYS = ("head", "prompts", "responses", "log_mu")  # of buffer.pack
+ARRAYS = ("head", "prompts", "responses", "log_mu")  # of served_buffer.pack
 
 
 def write(root: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
@@ -106,25 +115,22 @@ def check(place: Path) -> None:
             raise ConfigError(f"{path} is damaged: its SHA-256 is not the one that was written down")
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object from a file.
+def save(
+    root: Path,
+    keep: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    learner: dict,
+    buffer: dict | None,
+    progress: dict,
+) -> Path:
+    """Write `root/step-<n>`: the policy as a Hugging Face folder, and beside it all else that a resumed run needs.
 
-    Raises:
-        ConfigError: when it is none.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ConfigError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is damaged: it holds no JSON object")
-    return value
-
-
-def save_tensors(folder: Path, model, tokenizer, state: dict) -> None:
-    """The policy as a Hugging Face folder that transformers and vLLM load, and `state` as `trainer.pt`.
+    Args:
+        keep: checkpoints to keep.
+        learner: Learner.state_dict().
+        buffer: RemoteBuffer.packed_state(); None where there is no buffer (onpolicy).
+        progress: counters, `step` among them, as JSON.
 
     Raises:
         OSError: when writing fails, whatever the libraries call that.
@@ -132,16 +138,35 @@ def save_tensors(folder: Path, model, tokenizer, state: dict) -> None:
     import torch
     from safetensors import SafetensorError
 
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        torch.save(state, folder / "trainer.pt")
-    except (RuntimeError, SafetensorError) as error:
-        raise OSError(" ".join(str(error).split())) from error
+    def fill(folder: Path) -> None:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        state = {"learner": learner, "rng": torch.get_rng_state(), "rng_cuda": cuda}
+        try:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            torch.save(state, folder / "trainer.pt")
+        except (RuntimeError, SafetensorError) as error:
+            raise OSError(" ".join(str(error).split())) from error
+        if buffer is not None:
+            save_buffer(folder, buffer)
+        (folder / "progress.json").write_text(json.dumps(progress, indent=2) + "\n")
+
+    return write(root, progress["step"], fill, keep)
+
+
+def restore(folder: Path) -> tuple[dict, dict]:
+    """The learner's state and the progress that `save` wrote; torch's random states are set to what they were."""
+    import torch
+
+    state = torch.load(folder / "trainer.pt", weights_only=True, map_location="cpu")
+    torch.set_rng_state(state["rng"])
+    if state["rng_cuda"]:
+        torch.cuda.set_rng_state_all(state["rng_cuda"])
+    return state["learner"], read_json(folder / "progress.json")
 
 
 def save_buffer(folder: Path, state: dict) -> None:
-    """`ReplayBuffer.state_dict()` as arrays and JSON."""
+    """A buffer's packed state as arrays and JSON."""
     np.savez(folder / "buffer.npz", **dict(zip(ARRAYS, state["trajectories"], strict=True)))
     rest = {key: value for key, value in state.items() if key != "trajectories"}
     (folder / "buffer.json").write_text(json.dumps(rest))
@@ -169,3 +194,18 @@ def _force_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def take_up(start: Path, board: Board, buffer: BaseProxy | None) -> tuple[int, int]:
+    """Give a run's buffer and its searchers' counters what a checkpoint has (the parent's part of a resume).
+
+    Returns the checkpoint's update, and the first incarnation that no searcher has had: so no uid comes twice.
+    """
+    progress, state = read_json(start / "progress.json"), load_buffer(start)
+    if not buffer or not state:
+        return progress["step"], 0
+    buffer.load_packed_state(state)
+    for name in Board.COUNTS:  # spread out: the number of searchers may have changed
+        for i in range(board.searchers):
+            board.set(Board.SEARCHERS + i, name, sum(progress["source"][name][i :: board.searchers]))
+    return progress["step"], 1 + max((uid[1] for uid in state["trajectories"][0]["uid"].tolist()), default=-1)

@@ -1,4 +1,4 @@
-"""Processes: what every child does before and after its own job, and what the parent does around their start.
+"""Child processes: their start and their end, as each child does it, and the parent's part around it.
 
 A child takes the run's folder, board and pipes, does its job, and tells the parent what happened. It ignores Ctrl-C
 (the parent tells it to stop), ends at once when the parent is gone, and never leaves an error unreported.
@@ -16,22 +16,25 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 from tqdm import tqdm
 
-from config import ConfigError
+from runtime.files import ConfigError
 from runtime.metrics import Board, Clock, save_spans
+from runtime.show import Screen
 
 ORPHANED = 3  # exit code of a child whose parent is gone
 
 
 @dataclass
 class Child:
-    """A child's surroundings."""
+    """A process of a run, as its own job sees it."""
 
     name: str
     board: Board
@@ -50,7 +53,7 @@ class Child:
         self.board.set(Board.row(self.name), "alive", time.time())
 
     @contextmanager
-    def long_job(self):
+    def long_job(self) -> Iterator[None]:
         """For what has no loop to give signs of life and may take minutes: a thread gives them meanwhile."""
         self._beats_itself = True
         try:
@@ -64,12 +67,14 @@ class Child:
                 self.board.set(Board.row(self.name), "alive", time.time())
             time.sleep(0.5)
 
-    def tell(self, kind: str, value=None) -> None:
+    def tell(self, kind: str, value: object = None) -> None:
         """Send a message to the parent."""
         self.messages.send((kind, value))
 
 
-def run(module: str, name: str, board: Board, messages: Connection, logs, device: str, out: Path, args: tuple) -> None:
+def run(
+    module: str, name: str, board: Board, messages: Connection, logs: Queue, device: str, out: Path, args: tuple
+) -> None:
     """Process target: call `module.main(child, *args)`, report how it ended, leave without ceremony."""
     started = time.time()
     prepare_process(name)
@@ -140,35 +145,32 @@ def prepare_process(name: str) -> None:
 # --- the parent's side -------------------------------------------------------------------------------------------
 
 
-class environment:  # noqa: N801 - used as `with environment(...)`
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
     """Environment variables for the processes started in the body of a with statement."""
-
-    def __init__(self, variables: dict[str, str]) -> None:
-        self.variables = variables
-
-    def __enter__(self) -> None:
-        self.before = dict(os.environ)
-        os.environ.update(self.variables)
-
-    def __exit__(self, *_) -> None:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
         os.environ.clear()
-        os.environ.update(self.before)
+        os.environ.update(before)
 
 
-class uninterrupted:  # noqa: N801 - used as `with uninterrupted():`
+@contextmanager
+def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back around the start of a process: the child never sees it, the parent does afterwards."""
-
-    def __enter__(self) -> None:
-        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-    def __exit__(self, *_) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class RunLog(logging.FileHandler):
     """All records go into the file, those of tba_min itself to the terminal too."""
 
-    def __init__(self, path: Path, screen) -> None:
+    def __init__(self, path: Path, screen: Screen) -> None:
         super().__init__(path, encoding="utf-8")
         self.screen = screen
         self.setFormatter(logging.Formatter("%(asctime)s %(processName)s %(name)s %(levelname)s %(message)s"))
@@ -179,7 +181,7 @@ class RunLog(logging.FileHandler):
             self.screen.say(record.getMessage())
 
 
-def start_logging(path: Path, screen) -> logging.Handler:
+def start_logging(path: Path, screen: Screen) -> logging.Handler:
     """One handler for the records of all processes.
 
     multiprocessing_logging's install function refuses *spawn*, but its handler works under it when its queue is a

@@ -13,14 +13,21 @@ and values would belong to older weights. Running requests go on across an updat
 weights computed; `recompute_kv` has vLLM compute them anew.
 """
 
+from __future__ import annotations
+
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -49,7 +56,7 @@ class Sampling:
 
 
 class Engine:
-    """What both engines share."""
+    """The interface, and the part that both engines share."""
 
     in_flight: int
     version: int  # of the weights that are loaded; a start model's is 0
@@ -172,8 +179,8 @@ class VllmEngine(Engine):
 
     def step(self) -> list[tuple[int, list[Answer]]]:
         """One decode step of all requests in flight."""
-        finished = [out for out in self._engine.step() if out.finished]
-        return [(self._keys.pop(out.request_id), [_answer(c) for c in out.outputs]) for out in finished]
+        finished = [request for request in self._engine.step() if request.finished]
+        return [(self._keys.pop(request.request_id), [_answer(c) for c in request.outputs]) for request in finished]
 
     def load_weights(self, named_tensors: NamedTensors, version: int | None = None) -> None:
         """Replace the weights; running requests go on.
@@ -242,7 +249,7 @@ def _register_transfer_engine() -> None:
         def finish_weight_update(self) -> None:
             tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
             no_weights = {"RotaryEmbedding"}  # its table is computed, not loaded
-            with _ReloadWatch(no_weights | ({"ParallelLMHead"} if tied else set())):
+            with _no_layer_left_behind(no_weights | ({"ParallelLMHead"} if tied else set())):
                 finalize_layerwise_reload(self.model, self.model_config)
             if tied:
                 _tie_again(self.model)
@@ -273,41 +280,41 @@ def _tie_again(model) -> None:
         dispatch_cpu_unquantized_gemm(heads[0], remove_weight=False)
 
 
-class _ReloadWatch(logging.Filter):
+@contextmanager
+def _no_layer_left_behind(expected: set[str]) -> Iterator[None]:
     """Turn vLLM's warning that a layer kept its old weights into an error, for all layers but the expected ones."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    stale: set[str] = set()
 
-    def __init__(self, expected: set[str]):
-        super().__init__()
-        self.expected, self.stale = expected, set()
-        self.logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def catch(record: logging.LogRecord) -> bool:
         if "Failed to load weights" not in str(record.msg):
             return True
-        layer = str(record.args[0]) if record.args else record.getMessage()
-        if layer not in self.expected:
-            self.stale.add(layer)
+        stale.add(str(record.args[0]) if record.args else record.getMessage())
         return False
 
-    def __enter__(self):
-        self.level = self.logger.level
-        self.logger.setLevel(logging.WARNING)  # a quieter logger would not ask its filters
-        self.logger.addFilter(self)
-
-    def __exit__(self, *error):
-        self.logger.removeFilter(self)
-        self.logger.setLevel(self.level)
-        if self.stale and error[0] is None:
-            raise RuntimeError(f"after a weight update these layers still have old weights: {sorted(self.stale)}")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # a quieter logger would not ask its filters
+    logger.addFilter(catch)
+    try:
+        yield
+    finally:
+        logger.removeFilter(catch)
+        logger.setLevel(level)
+    if stale - expected:
+        raise RuntimeError(f"after a weight update these layers still have old weights: {sorted(stale - expected)}")
 
 
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
 class HfEngine(Engine):
-    """transformers' generate, in batches: a batch drains before the next one starts."""
+    """transformers' generate, in batches: a batch drains before the next one starts.
 
-    def __init__(self, model, sampling: Sampling, pad: int):
+    Args:
+        model: generates. Where the trainer shares its own, `load_weights` has nothing to copy.
+    """
+
+    def __init__(self, model: PreTrainedModel, sampling: Sampling, pad: int):
         self.model, self._sampling, self._pad, self.version = model, sampling, pad, 0
         self._waiting: list[tuple[int, np.ndarray, int, bool]] = []
 
@@ -322,7 +329,9 @@ class HfEngine(Engine):
         own = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, tensor in named_tensors:
-                own.pop(name).copy_(tensor)
+                mine = own.pop(name)
+                if mine.data_ptr() != tensor.data_ptr():
+                    mine.copy_(tensor)
         if own:
             raise ValueError(f"no new weights came for {sorted(own)}")
         self.version = self.version + 1 if version is None else version
@@ -362,7 +371,7 @@ class HfEngine(Engine):
             started = {"past_key_values": made.past_key_values}
         recorder = _Recorder(1.0 if greedy else self._sampling.temperature, width)
         usual, self.model.generation_config = self.model.generation_config, GenerationConfig()  # no penalties etc.
-        out = self.model.generate(
+        written = self.model.generate(
             ids[row],
             attention_mask=mask[row],
             **started,
@@ -378,7 +387,7 @@ class HfEngine(Engine):
             logits_processor=LogitsProcessorList([recorder]),
         )
         self.model.generation_config = usual
-        tokens, log_mu = out[:, width:].cpu().numpy().astype(np.int32), recorder.finish(out)
+        tokens, log_mu = written[:, width:].cpu().numpy().astype(np.int32), recorder.finish(written)
         return [self._cut(t, m) for t, m in zip(tokens, log_mu, strict=True)]
 
     def _cut(self, tokens: np.ndarray, log_mu: np.ndarray) -> Answer:

@@ -7,12 +7,12 @@ half a GiB for each process's CUDA context, 1 GiB for vLLM's own workspace, thre
 """
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import Config, ConfigError
+from config import Config
+from runtime.files import ConfigError, read_json, safetensors_header
 
 GIB = 2**30
 CONTEXT = GIB // 2  # assumed: what CUDA takes of a device for each process that uses it
@@ -59,16 +59,8 @@ def shape_of(config: dict, parameters: int | None = None) -> Shape:
 
 def read_shape(folder: Path) -> Shape:
     """The shape of the model in a folder; its parameters are counted in its safetensors files, if they are there."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} can't be read: {error}") from None
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with open(path, "rb") as file:  # 8 bytes with the length of a JSON header, the header, the tensors
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        count += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
-    return shape_of(config, count or None)
+    tensors = [t for path in folder.glob("*.safetensors") for t in safetensors_header(path).values()]
+    return shape_of(read_json(folder / "config.json"), sum(math.prod(t["shape"]) for t in tensors) or None)
 
 
 # --- what a process needs -------------------------------------------------------------------------------------------

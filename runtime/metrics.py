@@ -1,14 +1,26 @@
-"""What a process tells of itself: spans of time, counters that others may read, JSONL files.
+"""Measurements that each process makes of itself: spans of time, counters for others to read, events in order.
 
-A `Clock` adds up where a process's wall time goes. `Board` is the shared notice board: one row of numbers a process,
-each written by one process only and read by any, without locks, because the lock of a killed process stays taken.
+A `Clock` adds up where a process's wall time goes. `Board` is the shared notice board: one row of numbers per process.
+Its own process alone writes a row, any process reads it. There is no lock: that of a killed process would stay taken.
 """
 
+from __future__ import annotations
+
 import json
-import os
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from runtime.files import JsonLines, write_whole
+
+if TYPE_CHECKING:
+    from buffer import Trajectory
 
 
 class Clock:
@@ -24,9 +36,14 @@ class Clock:
         self._began = 0.0
         self._before: dict[str, float] = {}
 
-    def span(self, name: str) -> "Span":
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
         """Time the body of a with statement as `name`."""
-        return Span(self, name)
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.time())
 
     def add(self, name: str, start: float, end: float, track: int = 0) -> None:
         """A span that has ended. Tracks above 0 are other threads, each with span names of its own."""
@@ -49,21 +66,6 @@ class Clock:
         """Share of the time since `begin` that was not waited, 0 to 1; 0 before it."""
         spent = time.time() - self._began if self._began else 0.0
         return 1 - sum(self.waits().values()) / spent if spent > 0 else 0.0
-
-
-class Span:
-    """A span under way: `with clock.span(name)`."""
-
-    __slots__ = ("_clock", "_name", "_start")
-
-    def __init__(self, clock: Clock, name: str) -> None:
-        self._clock, self._name = clock, name
-
-    def __enter__(self) -> None:
-        self._start = time.time()
-
-    def __exit__(self, *_) -> None:
-        self._clock.add(self._name, self._start, time.time())
 
 
 class Board:
@@ -91,7 +93,7 @@ class Board:
     )
     COUNTS = ("generated", "handed_over", "tokens", "truncated", "undecodable", "bad_rewards")
 
-    def __init__(self, ctx, searchers: int) -> None:
+    def __init__(self, ctx: BaseContext, searchers: int) -> None:
         self.searchers = searchers
         self._cells = ctx.RawArray("d", (self.SEARCHERS + searchers) * len(self.FIELDS))
 
@@ -118,24 +120,6 @@ class Board:
         return self.get(self.PARENT, "stop") > 0
 
 
-class JsonLines:
-    """A file of one JSON object a line, each on disk as soon as it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")
-
-    def write(self, row: dict) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-
-
-def keep_rows_before(path: Path, step: int) -> None:
-    """Drop the rows of a metrics file from update `step` on: a resumed run does these updates again."""
-    rows = [row for row in read_jsonl(path) if row["step"] < step] if path.exists() else []
-    path.with_suffix(".new").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(path.with_suffix(".new"), path)
-
-
 class EventLog:
     """What happened in one process, in order, for `--event-log`; without a path nothing is written."""
 
@@ -147,15 +131,39 @@ class EventLog:
             self._file.write({"event": event} | values)
 
 
-def backlog(config, generated: float, trained: float) -> float:
-    """Updates that the replay ratio allows at once, without another answer: 0 is a starved trainer."""
-    return (config.replay_ratio * generated - trained) / (config.prompts_per_batch * config.K)
+def batch_metrics(groups: list[list[Trajectory]], step: int) -> dict:
+    """Metrics of a batch as it was drawn: reward, answer length, staleness in trainer updates, distinct answers."""
+    flat = [t for group in groups for t in group]
+    staleness = [step - t.policy_version for t in flat]
+    distinct = sum(len({t.response.tobytes() for t in group}) for group in groups)
+    return {
+        "reward": float(np.mean([t.reward for t in flat])),
+        "tokens": float(np.mean([len(t.response) for t in flat])),
+        "truncated": float(np.mean([t.finish_reason == "length" for t in flat])),
+        "staleness": float(np.mean(staleness)),
+        "staleness_max": float(max(staleness)),
+        "ages": dict(sorted(Counter(staleness).items())),
+        "distinct": distinct / len(flat),
+    }
+
+
+# --- the timeline of a run ------------------------------------------------------------------------------------------
+
+
+def trace_events(spans: dict[str, Iterable[tuple[str, float, float, int]]]) -> list[dict]:
+    """Spans (name, start, end, track) of each process, in seconds, as events of the Chrome trace format: a row each."""
+    events: list[dict] = []
+    for row, (process, its_spans) in enumerate(spans.items()):
+        events.append({"name": "process_name", "ph": "M", "pid": row, "args": {"name": process}})
+        for name, start, end, track in its_spans:
+            microseconds = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
+            events.append({"name": name, "ph": "X", "pid": row, "tid": track, **microseconds})
+    return events
 
 
 def save_spans(clock: Clock, path: Path) -> None:
-    """Leave a process's spans for `merge_timeline`."""
-    path.with_suffix(".new").write_text(json.dumps({"spans": list(clock.spans), "waits": clock.waits()}))
-    os.replace(path.with_suffix(".new"), path)  # whole or not at all: the parent's patience ends
+    """Leave a process's spans for `merge_timeline`; whole or not at all, because the parent's patience ends."""
+    write_whole(path, json.dumps({"spans": list(clock.spans), "waits": clock.waits()}))
 
 
 def merge_timeline(out: Path) -> dict[str, dict[str, float]]:
@@ -163,26 +171,10 @@ def merge_timeline(out: Path) -> dict[str, dict[str, float]]:
 
     Returns the seconds that each process waited in the RL phase, by cause.
     """
-    events, waits = [], {}
     paths = sorted(out.glob("*.spans.json"), key=lambda p: (p.name != "trainer.spans.json", p.name))
-    for row, path in enumerate(paths):
-        name, saved = path.name.removesuffix(".spans.json"), json.loads(path.read_text())
-        waits[name] = saved["waits"]
-        events.append({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})
-        for span, start, end, track in saved["spans"]:
-            microseconds = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
-            events.append({"name": span, "ph": "X", "pid": row, "tid": track, **microseconds})
-        path.unlink()
+    saved = {path.name.removesuffix(".spans.json"): json.loads(path.read_text()) for path in paths}
+    events = trace_events({name: left["spans"] for name, left in saved.items()})
     (out / "timeline.json").write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return waits
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """The rows of a JSONL file; a last line that was cut off is left out."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    for path in paths:
+        path.unlink()
+    return {name: left["waits"] for name, left in saved.items()}

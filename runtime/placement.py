@@ -5,6 +5,8 @@ in which the trainer keeps the weights. `CUDA_VISIBLE_DEVICES` is read when CUDA
 each process's start; torch is not needed here.
 """
 
+import glob
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -17,6 +19,19 @@ class Place:
     visible: str  # its CUDA_VISIBLE_DEVICES
     device: str  # torch's name of its own device
     sees_trainer: bool = False  # whether the trainer's device is among the visible ones
+
+
+def gpu_names() -> list[str]:
+    """GPUs that this process may use, as `devices` names them, without importing torch (that costs seconds)."""
+    present = len(glob.glob("/dev/nvidia[0-9]*"))
+    if not present and os.path.exists("/dev/dxg"):  # WSL has no device file for each
+        present = len(installed_gpus())
+    return devices(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus() -> int:
+    """How many these are."""
+    return len(gpu_names())
 
 
 def devices(present: int, mask: str | None) -> list[str]:

@@ -1,15 +1,24 @@
 """The Hugging Face model that is trained, and its frozen copy pi_ref: loading, padding, log-probabilities."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from config import ConfigError
-from loss import token_logprobs
+from runtime.files import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from buffer import Trajectory
 
 
 @dataclass
@@ -19,10 +28,10 @@ class Tokens:
     So that every answer starts at column L: logits are needed for the answers' columns only.
     """
 
-    ids: torch.Tensor  # [N, L + T] int64
-    mask: torch.Tensor | None  # [N, L + T] int64, 0 on the prompts' padding; None where no prompt is padded
+    ids: Tensor  # [N, L + T] int64
+    mask: Tensor | None  # [N, L + T] int64, 0 on the prompts' padding; None where no prompt is padded
     start: int  # L
-    lengths: torch.Tensor  # [N] int64, tokens of each answer
+    lengths: Tensor  # [N] int64, tokens of each answer
 
 
 def collate(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], pad: int, device: str = "cpu") -> Tokens:
@@ -49,26 +58,40 @@ def collate(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], pad:
     )
 
 
-def distinct(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Which rows to compute where answers repeat: the first of each kind [D], and for each row its kind [N].
+def micro_batches(groups: list[list[Trajectory]], max_tokens: int) -> list[list[list[Trajectory]]]:
+    """Split a batch into parts of whole groups, each at most `max_tokens` padded tokens (but at least one group)."""
+    parts: list[list[list[Trajectory]]] = []
+    prompt = answer = 0
+    for group in groups:
+        longest_prompt, longest_answer = max(len(t.prompt) for t in group), max(len(t.response) for t in group)
+        width = max(prompt, longest_prompt) + max(answer, longest_answer)
+        if parts and width * len(group) * (len(parts[-1]) + 1) <= max_tokens:
+            parts[-1].append(group)
+            prompt, answer = max(prompt, longest_prompt), max(answer, longest_answer)
+        else:
+            parts.append([group])
+            prompt, answer = longest_prompt, longest_answer
+    return parts
 
-    `values[kind]` of what was computed for `first` is then the values of all rows, and so are its gradients. Short
+
+def unique_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Rows to compute where answers repeat: the first of each kind [U], and for each row its place among them [N].
+
+    `values[row_of]` of values computed for the unique rows are those of all rows, and so are their gradients. Short
     answers repeat a lot: of 16 to a two-digit addition 2 to 4 differ.
     """
     kinds: dict[tuple[bytes, bytes], int] = {}
-    kind = [kinds.setdefault((p.tobytes(), r.tobytes()), len(kinds)) for p, r in zip(prompts, responses, strict=True)]
-    first = dict(zip(reversed(kind), reversed(range(len(kind))), strict=True))
-    return [first[d] for d in range(len(kinds))], kind
+    row_of = [kinds.setdefault((p.tobytes(), r.tobytes()), len(kinds)) for p, r in zip(prompts, responses, strict=True)]
+    first = dict(zip(reversed(row_of), reversed(range(len(row_of))), strict=True))
+    return [first[u] for u in range(len(kinds))], row_of
 
 
-def response_logprobs(model, tokens: Tokens, temperature: float) -> torch.Tensor:
+def response_logprobs(model: PreTrainedModel, tokens: Tokens, temperature: float) -> Tensor:
     """log pi of each answer token given prompt and answer so far. -> [N, T] nats; padded positions hold anything."""
     return logprobs_and_states(model, tokens, temperature, states=False)[0]
 
 
-def logprobs_and_states(
-    model, tokens: Tokens, temperature: float, states: bool = True
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def logprobs_and_states(model, tokens: Tokens, temperature: float, states: bool = True) -> tuple[Tensor, Tensor | None]:
     """log pi of each answer token [N, T], and the last hidden state before each, [N, T, H]; the first is the prompt's.
 
     The states are detached and fp32: heads that read them (log Z, critic) do not reshape the policy.
@@ -84,7 +107,73 @@ def logprobs_and_states(
     return logp, out.hidden_states[-1][:, tokens.start - 1 : -1].detach().float() if states else None
 
 
-def load_policy(folder: str, device: str = "cpu", trainable: bool = False, trust_remote_code: bool = False):
+# --- log-probabilities of tokens ------------------------------------------------------------------------------------
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax(logits / temperature) at the given tokens, tile by tile: the gradient is the only other [N, T, V].
+
+    Backward needs the logits, which are there already, and one number per token.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)  # fp32; float64 for float64 logits
+        log_norm = torch.empty(tokens.shape, dtype=dtype, device=logits.device)  # [N, T]
+        for tile in _tiles(logits):
+            log_norm[tile] = (logits[tile].to(dtype) / temperature).logsumexp(-1)
+        ctx.save_for_backward(logits, tokens, log_norm)
+        ctx.temperature = temperature
+        return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).to(dtype) / temperature - log_norm
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens, log_norm = ctx.saved_tensors
+        grad = (grad / ctx.temperature).unsqueeze(-1)  # [N, T, 1]
+        logits_grad = torch.empty_like(logits)
+        for tile in _tiles(logits):  # d log p(token) / d logits = (one-hot(token) - p) / temperature
+            p = (logits[tile].to(log_norm.dtype) / ctx.temperature).sub_(log_norm[tile].unsqueeze(-1)).exp_()
+            logits_grad[tile] = p.mul_(-grad[tile]).scatter_add_(-1, tokens[tile].unsqueeze(-1), grad[tile])
+        return logits_grad, None, None
+
+
+def _tiles(logits: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cut [N, T] into rectangles. Each has at most 1/256 of the logits, or 2^18 of them, but at least one token's."""
+    n, t, v = logits.shape
+    tokens = max(logits.numel() // 256, 2**18) // max(v, 1)
+    columns = max(1, min(t, tokens))
+    rows = max(1, tokens // columns)
+    return ((slice(i, i + rows), slice(j, j + columns)) for i in range(0, n, rows) for j in range(0, t, columns))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each given token at the sampling temperature, in fp32 (float64 for float64 logits).
+
+    Its gradient has the logits' dtype. Forward and backward together need one copy of the logits, not several.
+
+    Args:
+        logits: [N, T, V], those that predict `tokens`, any floating dtype.
+        tokens: [N, T] int64.
+        temperature: the logits are divided by it.
+
+    Returns:
+        [N, T] nats.
+
+    Raises:
+        ValueError: when the shapes are others.
+    """
+    if logits.ndim != 3 or tokens.shape != logits.shape[:2]:
+        raise ValueError(f"need [N, T, V] and [N, T], got {tuple(logits.shape)} and {tuple(tokens.shape)}")
+    return _TokenLogprobs.apply(logits, tokens, temperature)
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_policy(
+    folder: str, device: str = "cpu", trainable: bool = False, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """Load a causal language model in fp32 (master weights; autocast lowers it where the device can).
 
     Raises:
@@ -102,7 +191,7 @@ def load_policy(folder: str, device: str = "cpu", trainable: bool = False, trust
     return model.eval().requires_grad_(trainable)  # eval: dropout would make log pi a random number
 
 
-def checkpoint_layers(model) -> None:
+def checkpoint_layers(model: PreTrainedModel) -> None:
     """From now on each layer keeps its input alone for the backward pass, and computes the rest again there.
 
     transformers' own switch does nothing in eval mode, which `load_policy` chooses.
@@ -119,38 +208,38 @@ def checkpoint_layers(model) -> None:
         layer.forward = partial(_recomputed, layer.forward)
 
 
-def _recomputed(forward, *args, **kwargs):
+def _recomputed(forward: Callable, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def load_tokenizer(folder: str, trust_remote_code: bool = False):
+def load_tokenizer(folder: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of the model's folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
-def check_prompts(prompts: Sequence[str], lengths: Sequence[int], model, max_new_tokens: int) -> None:
+def check_prompts(prompts: Sequence[str], lengths: Sequence[int], model: PreTrainedModel, max_new_tokens: int) -> None:
     """Refuse prompts without a token, or too long for what the model takes.
 
     Raises:
         ConfigError: one line that names the prompt, its length in tokens, and the model's.
     """
-    most = getattr(model.config, "max_position_embeddings", None) or float("inf")
+    longest = getattr(model.config, "max_position_embeddings", None) or float("inf")
     for prompt, length in zip(prompts, lengths, strict=True):
         shown = prompt if len(prompt) < 40 else prompt[:37] + "..."
         if length == 0:
             raise ConfigError(f"--task: the prompt {shown!r} has no token, so that nothing predicts its answer")
-        if length + max_new_tokens > most:
+        if length + max_new_tokens > longest:
             raise ConfigError(
                 f"--task: the prompt {shown!r} has {length} tokens; with --max-new-tokens {max_new_tokens} "
-                f"that is more than the {most} that the model takes"
+                f"that is more than the {longest} that the model takes"
             )
 
 
-def stop_tokens(folder: str, tokenizer) -> list[int]:
+def stop_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end an answer: the generation config's, or the tokenizer's."""
     from transformers import GenerationConfig
 
@@ -162,6 +251,6 @@ def stop_tokens(folder: str, tokenizer) -> list[int]:
     return [ids] if isinstance(ids, int) else list(ids)
 
 
-def named_weights(model) -> list[tuple[str, torch.Tensor]]:
-    """What is published: every parameter under its Hugging Face name, tied ones once."""
+def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """The weights that are published: every parameter under its Hugging Face name, tied ones once."""
     return [(name, p.detach()) for name, p in model.named_parameters()]

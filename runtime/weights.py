@@ -11,6 +11,8 @@ The handle travels through a local socket as `torch.multiprocessing` sends tenso
 has no name in /dev/shm, so it is gone with its last user, however that one ended.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import threading
@@ -18,11 +20,18 @@ import time
 from collections.abc import Callable, Iterable
 from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import TYPE_CHECKING
 
 import torch
 
-from config import ConfigError
 from runtime import cuda_ipc
+from runtime.files import ConfigError
+from runtime.policy import named_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from config import Config
 
 log = logging.getLogger("tba_min.weights")
 DIRTY = -1  # stamp of a slot that is being written, or was never written
@@ -53,7 +62,7 @@ class SharedWeights:
     @classmethod
     def like(
         cls, named_tensors: Iterable[tuple[str, torch.Tensor]], device="cpu", dtype: torch.dtype | None = None
-    ) -> "SharedWeights":
+    ) -> SharedWeights:
         """Allocate a snapshot for tensors of these names and shapes; nothing is published yet.
 
         Args:
@@ -173,7 +182,7 @@ class Publisher:
 
     Args:
         named_tensors: the weights, published at once as `version`.
-        kind: of the snapshot that searchers get who don't ask for another.
+        kind: of memory that searchers get by default.
         dtype: that of the searchers' engines; None: as they come.
     """
 
@@ -237,6 +246,17 @@ class Publisher:
             ended = wait(left, rest)  # a reader says nothing more: what comes is its end
             left = [c for c in left if c not in ended]
         return len(left)
+
+
+def make_publisher(config: Config, model: PreTrainedModel, version: int) -> Publisher:
+    """Publish the weights for the first time, in the kind of memory that --weights and the machine allow."""
+    on_gpu = model.device.type == "cuda"
+    problem = cuda_ipc.problem(model.device) if on_gpu and config.weights != "shared-memory" else None
+    kind = choose(config.weights, on_gpu, problem)
+    if problem:
+        log.warning("weights go through shared memory: %s", problem)
+    dtype = torch.bfloat16 if on_gpu and config.engine == "vllm" else None  # that of the searchers' engine
+    return Publisher(named_weights(model), version, kind, dtype)
 
 
 def ask_for(

@@ -1,56 +1,42 @@
-"""Tasks: prompts, and a reward for an answer.
+"""Tasks: the contract, how a task is found, and how its grader is called.
 
-A task of your own is a Python file with a function that returns an object with these four attributes, named on the
-command line as `--task path/to/file.py:function`. It is your own code and runs with your rights in every process.
-
-    train, validation, heldout      lists of prompt texts; a prompt's id is its place in `train`
-    reward(prompt, answer)          float, usually 0 to 1; the answer's text comes without special tokens
-    is_right(prompt, answer)        bool: what held-out accuracy counts (optional: reward >= 1)
-    make_start_model(folder, seed)  writes a Hugging Face model folder (optional: then --model must name one)
+A built-in task has a module of its own in this folder. Yours is a Python file with a function that returns a task:
+`--task path/to/file.py:function`. It is your own code and runs with your rights in every process.
 """
 
+import importlib
 import importlib.util
-import random
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
-from config import ConfigError
+import numpy as np
+
+from runtime.files import ConfigError
 
 
-class Addition:
-    """Two-digit addition, `37+58=` -> `095`: all 10,000 problems, split once and for all (not by the run's seed)."""
+class Task(Protocol):
+    """Prompts and a reward. Two more methods are optional:
 
-    validation_size, heldout_size = 500, 1000
+    is_right(prompt, answer)        bool: an answer that held-out accuracy counts; default: reward >= 1
+    make_start_model(folder, seed)  writes a Hugging Face model folder; without it --model must name one
+    """
 
-    def __init__(self) -> None:
-        problems = [f"{a:02d}+{b:02d}=" for a in range(100) for b in range(100)]
-        random.Random(20250318).shuffle(problems)
-        self.heldout = problems[: self.heldout_size]
-        self.validation = problems[self.heldout_size :][: self.validation_size]
-        self.train = problems[self.heldout_size + self.validation_size :]
-
-    @staticmethod
-    def solve(prompt: str) -> str:
-        """The right answer, three digits: `37+58=` -> `095`."""
-        return f"{int(prompt[0:2]) + int(prompt[3:5]):03d}"
+    train: list[str]  # prompts; a prompt's id is its place here
+    validation: list[str]
+    heldout: list[str]
 
     def reward(self, prompt: str, answer: str) -> float:
-        """1 for the right three digits and nothing else, otherwise 0."""
-        return float(answer == self.solve(prompt))
-
-    def make_start_model(self, folder: Path, seed: int) -> None:
-        """A small Llama that was taught addition, then careless habits (start_model.py)."""
-        from tasks.start_model import make_start_model
-
-        make_start_model(self, folder, seed)
+        """The score, usually 0 to 1; the answer's text comes without special tokens."""
 
 
-BUILT_IN = {"addition": Addition}
+BUILT_IN = {"addition": "tasks.addition:Addition"}  # imported when it is asked for
 
 
-def load_task(spec: str):
+def load_task(spec: str) -> Task:
     """The task of a spec: a built-in name, or `file.py:function`.
 
     Specs, not tasks, travel to other processes: a task may hold what can't be pickled.
@@ -59,7 +45,8 @@ def load_task(spec: str):
         ConfigError: when there is no such task, or it lacks what a task must have.
     """
     if spec in BUILT_IN:
-        return BUILT_IN[spec]()
+        module, _, name = BUILT_IN[spec].partition(":")
+        return getattr(importlib.import_module(module), name)()
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         known = ", ".join(BUILT_IN)
@@ -87,14 +74,26 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-# --- grading: a task's code is the user's own, an answer is anybody's ---------------------------------------------
+def prompt_stream(count: int, seed: int, searcher: int, searchers: int, start: int = 0) -> Iterator[int]:
+    """Prompt ids for ever: each pass over all of them is shuffled anew, and the searchers share it out.
+
+    The first `start` are left out: an earlier incarnation of the searcher asked for them.
+    """
+    epoch, start = divmod(start, len(range(searcher, count, searchers)))
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        yield from order[searcher::searchers][start:].tolist()
+        epoch, start = epoch + 1, 0
+
+
+# --- grading: a task's code is the user's own, an answer is anybody's -----------------------------------------------
 
 
 class OutOfTime(BaseException):
     """A grader took too long. No Exception, so that no `except Exception` of the grader's keeps it."""
 
 
-def limited(seconds: float, function, *args):
+def limited(seconds: float, function: Callable, *args: str) -> Any:
     """function(*args), ended by OutOfTime after `seconds` (0: no limit). In a process's main thread only.
 
     The alarm ends Python code and regular expressions; one long call of a C library goes on to its end.
@@ -102,7 +101,7 @@ def limited(seconds: float, function, *args):
     if not seconds or threading.current_thread() is not threading.main_thread():
         return function(*args)
 
-    def ring(_signum, _frame):
+    def ring(_signum: int, _frame: object) -> None:
         raise OutOfTime
 
     signal.signal(signal.SIGALRM, ring)
@@ -113,7 +112,7 @@ def limited(seconds: float, function, *args):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def graded(judge, prompt: str, answer: str, limit: float):
+def graded(judge: Callable, prompt: str, answer: str, limit: float) -> Any:
     """judge(prompt, answer) within the limit; an error of it says what it was judging."""
     try:
         return limited(limit, judge, prompt, answer)
@@ -122,7 +121,7 @@ def graded(judge, prompt: str, answer: str, limit: float):
         raise
 
 
-def reward_of(task, prompt: str, answer: str, limit: float = 0.0) -> tuple[float, str | None]:
+def reward_of(task: Task, prompt: str, answer: str, limit: float = 0.0) -> tuple[float, str | None]:
     """The task's reward of an answer, and what was wrong with it: then it is 0.
 
     Args:
@@ -140,7 +139,7 @@ def reward_of(task, prompt: str, answer: str, limit: float = 0.0) -> tuple[float
     return reward, None
 
 
-def is_right(task, prompt: str, answer: str, limit: float = 0.0) -> bool:
+def is_right(task: Task, prompt: str, answer: str, limit: float = 0.0) -> bool:
     """Whether accuracy counts an answer: the task's `is_right`, or a reward of at least 1. Too slow is wrong."""
     judge = getattr(task, "is_right", None) or (lambda *what: task.reward(*what) >= 1)
     try:

@@ -1,31 +1,36 @@
-"""The start model of the addition task: it was taught the right procedure, and then careless habits.
+"""Start models: a small Llama with a character tokenizer, supervised learning, and the process that makes one.
 
-TBA starts from a supervised model that is right on a part of the problems (40 % on GSM8K), so that RL has something
-to do. Ours is a Llama of 345k parameters that first learns addition from right answers, and then sees demonstrations
-whose writer forgets every carry in 70 % of the answers. Read greedily it then forgets carries too, and about a third of
-the problems have none. RL has to bring the right procedure back, not to discover addition.
+A task that has `make_start_model` gets it made once for each seed; it is kept in the --cache folder.
 """
+
+from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from config import Config
+    from runtime.child import Child
 
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*/=() ?"]
-CARELESS = 0.7  # share of the careless demonstrations in which the carries are forgotten
 RECIPE = 5  # raise it when the recipe changes: it names the cached folder
 
 
-def start_model_path(config) -> Path:
+def start_model_path(config: Config) -> Path:
     """Where a task's start model for this seed is kept."""
     task = config.task.replace("/", "_").replace(":", "_")
     return (Path(config.cache) / f"{task}-seed{config.seed}-r{RECIPE}").resolve()
 
 
-def main(child, config) -> None:
-    """Body of the process that makes a start model (child.py starts it).
+def main(child: Child, config: Config) -> None:
+    """Body of the process that makes a start model (runtime/child.py starts it).
 
     It is made beside its place and then renamed, so that a run that is broken off, or two at once, do no harm.
     """
@@ -50,7 +55,7 @@ def clear_workshops(cache: Path, pid: int) -> None:
         shutil.rmtree(workshop, ignore_errors=True)
 
 
-def make_tokenizer():
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -63,7 +68,7 @@ def make_tokenizer():
     )
 
 
-def make_model(positions: int = 64):
+def make_model(positions: int = 64) -> LlamaForCausalLM:
     """A Llama of 345k parameters, untied, with heads of 32 (the smallest that vLLM takes on a CPU)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -85,30 +90,31 @@ def make_model(positions: int = 64):
     )
 
 
-def without_carries(prompt: str) -> str:
-    """What a careless writer answers: `37+58=` -> `085`."""
-    units, tens = int(prompt[1]) + int(prompt[4]), int(prompt[0]) + int(prompt[3])
-    return f"0{tens % 10}{units % 10}"
+def supervise(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    lines: Callable[[], list[str]],
+    prompt: int,
+    steps: int,
+    rate: Callable[[int], float],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Supervised learning on fresh demonstrations.
 
-
-def demonstration(task, rng: np.random.Generator, careless: float) -> str:
-    """One line of the training text: a problem and an answer that is careless with the given probability."""
-    prompt = task.train[rng.integers(len(task.train))]
-    return prompt + (without_carries(prompt) if rng.random() < careless else task.solve(prompt))
-
-
-def supervise(model, tokenizer, task, rng, careless: float, steps: int, batch: int, rate) -> None:
-    """Supervised learning on fresh demonstrations with AdamW; `rate(step)` is its learning rate."""
+    Args:
+        lines: makes a batch of demonstrations, prompt and answer, all of one length.
+        prompt: tokens of a prompt; the loss is on the answer and its end.
+        rate: learning rate of a step.
+        optimizer: None: a new AdamW.
+    """
     import torch
 
-    # a short memory of squared gradients: what matters here, the carry, is learnt all of a sudden
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
+    optimizer = optimizer or adamw(model)
     for step in range(steps):
-        lines = [demonstration(task, rng, careless) for _ in range(batch)]
-        ids = torch.tensor(tokenizer(lines, add_special_tokens=False)["input_ids"])
-        ids = torch.cat([ids, torch.full((batch, 1), tokenizer.eos_token_id)], 1)  # [batch, 10]
-        logits = model(ids, use_cache=False).logits[:, 5:-1]  # those that predict the answer and its end
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 6:].flatten())
+        ids = torch.tensor(tokenizer(lines(), add_special_tokens=False)["input_ids"])  # [batch, length]
+        ids = torch.cat([ids, torch.full((len(ids), 1), tokenizer.eos_token_id)], 1)
+        logits = model(ids, use_cache=False).logits[:, prompt - 1 : -1]  # those that predict the answer and its end
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, prompt:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = rate(step)
@@ -116,16 +122,8 @@ def supervise(model, tokenizer, task, rng, careless: float, steps: int, batch: i
         optimizer.zero_grad()
 
 
-def make_start_model(task, folder: Path, seed: int) -> None:
-    """First right answers (warm-up, stable, decay), until all is right; then careless ones (decay)."""
+def adamw(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """A short memory of squared gradients: a carry is learnt all of a sudden."""
     import torch
 
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
-    tokenizer, model = make_tokenizer(), make_model()
-    right = lambda step: 1.5e-3 * min(1.0, (step + 1) / 50) * max(0.1, min(1.0, (1050 - step) / 300))  # noqa: E731
-    supervise(model, tokenizer, task, rng, careless=0.0, steps=1050, batch=64, rate=right)
-    forget = lambda step: 5e-4 * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / 60)  # noqa: E731
-    supervise(model, tokenizer, task, rng, careless=CARELESS, steps=60, batch=256, rate=forget)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from config import visible_gpus
-from runtime.metrics import read_jsonl
+from runtime.files import read_jsonl
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes is nobody's promise
 settings.load_profile("shared machine")

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import buffer
-from buffer import RemoteBuffer, ReplayBuffer, Trajectory, pack, reward_probs, unpack
+from buffer import ReplayBuffer, Trajectory, reward_probs
 from runtime.child import prepare_buffer
 from runtime.metrics import Board
+from runtime.served_buffer import RemoteBuffer, pack, serve, unpack
 
 COUNTER = itertools.count()
 
@@ -590,7 +590,7 @@ def visitor(proxy, answer):
 def test_a_served_buffer_is_the_same_buffer_from_another_process():
     ctx = multiprocessing.get_context("spawn")
     options = {"capacity": 100, "per_prompt": 10, "recent_groups": 6, "seed": 3}
-    manager, proxy = buffer.serve(ctx, prepare_buffer, (Board(ctx, 0),), **options)
+    manager, proxy = serve(ctx, prepare_buffer, (Board(ctx, 0),), **options)
     try:
         receiving, sending = ctx.Pipe(duplex=False)
         process = ctx.Process(target=visitor, args=(proxy, sending))
@@ -607,7 +607,8 @@ def test_a_served_buffer_is_the_same_buffer_from_another_process():
                 assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
         assert_same_batches(RemoteBuffer(proxy).sample(5, 4, 1.0), local.sample(5, 4, 1.0))  # what it left, seen here
         other = ReplayBuffer(**options)
-        other.load_state_dict(proxy.state_dict())
+        state = proxy.packed_state()
+        other.load_state_dict(state | {"trajectories": unpack(state["trajectories"])})
         assert_same_batches([other.contents()], [local.contents()])
         assert proxy.pid() not in (process.pid, multiprocessing.current_process().pid)
     finally:

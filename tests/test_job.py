@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import SHORT
 
-from runtime.metrics import read_jsonl
+from runtime.files import read_jsonl
 from runtime.plots import SPANS
-from runtime.show import CURES
+from runtime.summary import CURES
 
 SUMMARY = """task model engine sync seed steps accuracy_before accuracy_after seconds_total seconds_rl
     trajectories_generated trajectories_trained staleness_mean staleness_max busy_trainer busy_searchers""".split()

@@ -214,7 +214,7 @@ def test_learned_log_z_starts_at_the_mean_reward_and_moves():
 
 
 def learner_head_step(learner, groups):
-    loss, metrics = learner._loss(groups, BETA)
+    loss, metrics = learner._loss(learner._answers(groups, BETA), groups)
     learner.optimizer.zero_grad()
     loss.backward()
     learner.optimizer.param_groups[1]["lr"] = 0.03

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import loss as lo
+from runtime.policy import token_logprobs
 
 P, K, T, V = 4, 5, 6, 7
 BETA, TEMPERATURE = 0.3, 0.7
@@ -101,7 +102,7 @@ def close(got, want, rtol=1e-10, atol=1e-12):
 
 def whole_loss(b, beta, log_z=None):
     """Logits to loss by loss.py."""
-    log_pi = lo.sequence_logprobs(lo.token_logprobs(b.logits, b.tokens, TEMPERATURE), b.lengths.flatten()).view(P, K)
+    log_pi = lo.sequence_logprobs(token_logprobs(b.logits, b.tokens, TEMPERATURE), b.lengths.flatten()).view(P, K)
     return lo.tb_loss(log_pi, b.log_ref, b.reward, beta, log_z)
 
 
@@ -208,6 +209,19 @@ def test_learned_log_z_at_the_group_mean_is_vargrad():
     close(torch.autograd.grad(loss, z)[0], np.zeros(P), atol=1e-10)
 
 
+def test_the_loss_is_zero_at_the_target_and_only_there():
+    """log_target is normalised, its log Z is the log of the sum, and any other normalised policy has a loss."""
+    b = a_batch(8)
+    b.log_ref -= np.log(np.exp(b.log_ref).sum(1, keepdims=True))  # the K answers are all that there are
+    t = on_torch(b)
+    target = lo.log_target(t.log_ref, t.reward, BETA)
+    want = np.array([softmax(row) for row in b.log_ref + b.reward / BETA])
+    close(target.exp(), want)
+    close(lo.tb_loss(target, t.log_ref, t.reward, BETA), 0.0, atol=1e-20)
+    close(lo.vargrad_log_z(target, t.log_ref, t.reward, BETA), np.log(np.exp(b.log_ref + b.reward / BETA).sum(1)))
+    assert lo.tb_loss(t.log_ref, t.log_ref, t.reward, BETA) > 0.1
+
+
 # --- properties -----------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +311,7 @@ def test_what_stands_in_the_padding_is_nothing(seed, junk):
 def test_token_logprobs_at_a_temperature():
     b = a_batch(7)
     for temperature in (0.6, 1.0, 2.5):
-        got = lo.token_logprobs(torch.as_tensor(b.logits), torch.as_tensor(b.tokens), temperature)
+        got = token_logprobs(torch.as_tensor(b.logits), torch.as_tensor(b.tokens), temperature)
         want = [[np.log(softmax(b.logits[n, t] / temperature)[b.tokens[n, t]]) for t in range(T)] for n in range(P * K)]
         close(got, want)
 
@@ -306,7 +320,7 @@ def test_token_logprobs_gradient():
     rng = np.random.default_rng(0)
     logits = torch.as_tensor(rng.normal(size=(3, 5, 4))).requires_grad_()
     tokens = torch.as_tensor(rng.integers(0, 4, (3, 4)))
-    assert torch.autograd.gradcheck(lambda x: lo.token_logprobs(x[:, :-1], tokens, TEMPERATURE), logits)
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(x[:, :-1], tokens, TEMPERATURE), logits)
 
 
 def test_token_logprobs_in_many_tiles():
@@ -315,7 +329,7 @@ def test_token_logprobs_in_many_tiles():
     v = 2**17
     logits = torch.randn(3, 6, v, requires_grad=True)
     tokens, weights = torch.randint(v, (3, 5)), torch.randn(3, 5)
-    got = lo.token_logprobs(logits[:, :-1], tokens, TEMPERATURE)
+    got = token_logprobs(logits[:, :-1], tokens, TEMPERATURE)
     (grad,) = torch.autograd.grad((got * weights).sum(), logits)
     want = (logits[:, :-1].double() / TEMPERATURE).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     (want_grad,) = torch.autograd.grad((want * weights).sum(), logits)
@@ -327,7 +341,7 @@ def test_bf16_logits_have_an_fp32_log_softmax():
     torch.manual_seed(0)
     logits = (torch.randn(16, 4, 1000) * 4).bfloat16().requires_grad_()
     tokens = torch.randint(1000, (16, 4))
-    got = lo.token_logprobs(logits, tokens, TEMPERATURE)
+    got = token_logprobs(logits, tokens, TEMPERATURE)
     assert got.dtype == torch.float32
     exact = (logits.detach().double() / TEMPERATURE).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     close(got, exact.numpy(), rtol=1e-5, atol=1e-5)  # log-softmax in bf16 is off by 1e-2
@@ -341,7 +355,7 @@ def test_bf16_logits_have_an_fp32_log_softmax():
 MEMORY = """
 import sys
 import torch
-from loss import token_logprobs
+from runtime.policy import token_logprobs
 
 def resident(which):  # bytes; getrusage's peak would be inherited from the parent
     lines = open("/proc/self/status").read().splitlines()
@@ -354,7 +368,7 @@ def run(f, logits, tokens):
     f(logits, tokens, 0.7).sum().backward()
     logits.grad = None
 
-f = {"loss.py": token_logprobs, "naive": naive}[sys.argv[1]]
+f = {"ours": token_logprobs, "naive": naive}[sys.argv[1]]
 dtype = getattr(torch, sys.argv[2])
 tokens = torch.randint(150_000, (int(sys.argv[3]), 64))
 run(f, torch.zeros(1, 2, 100, dtype=dtype, requires_grad=True), tokens[:1, :2] % 100)  # load what is loaded lazily
@@ -377,7 +391,7 @@ def memory(function, dtype, n):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_large_vocabulary_needs_one_copy_of_the_logits(dtype):
     """The gradient is that copy: 307 MB in fp32, 154 in bf16. 16 MB are for tiles and the allocator."""
-    added, logits = memory("loss.py", dtype, 8)
+    added, logits = memory("ours", dtype, 8)
     assert added < logits + 16e6
 
 
@@ -394,7 +408,7 @@ def test_an_end_token_counts_where_the_padding_is_the_same_token():
     eos = 0
     tokens = torch.tensor([[5, 6, eos, eos, eos]])  # length 3
     torch.manual_seed(0)
-    token_logp = lo.token_logprobs(torch.randn(1, 5, V, dtype=torch.float64), tokens).requires_grad_()
+    token_logp = token_logprobs(torch.randn(1, 5, V, dtype=torch.float64), tokens).requires_grad_()
     total = lo.sequence_logprobs(token_logp, torch.tensor([3]))
     total.sum().backward()
     assert token_logp.grad.tolist() == [[1, 1, 1, 0, 0]]
@@ -418,7 +432,7 @@ def test_all_empty_is_a_zero_with_a_zero_gradient():
 
 def test_no_columns_at_all():
     assert lo.sequence_logprobs(torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
-    assert lo.token_logprobs(torch.zeros(3, 0, V), torch.zeros(3, 0, dtype=torch.int64)).shape == (3, 0)
+    assert token_logprobs(torch.zeros(3, 0, V), torch.zeros(3, 0, dtype=torch.int64)).shape == (3, 0)
 
 
 def test_all_truncated_answers_are_as_good_as_others():
@@ -459,8 +473,8 @@ def test_huge_rewards_at_a_small_beta_are_finite(reward, log_z):
         (lambda x: lo.tb_loss(x, x, x, float("nan")), "beta must be above 0, got nan"),
         (lambda x: lo.sequence_logprobs(x, x.long()), "need [N, T] and [N], got (4, 5) and (4, 5)"),
         (lambda x: lo.sequence_logprobs(x, x[0].long()), "need [N, T] and [N], got (4, 5) and (5,)"),
-        (lambda x: lo.token_logprobs(x, x.long()), "need [N, T, V] and [N, T], got (4, 5) and (4, 5)"),
-        (lambda x: lo.token_logprobs(x[None], x.long()), "need [N, T, V] and [N, T], got (1, 4, 5) and (4, 5)"),
+        (lambda x: token_logprobs(x, x.long()), "need [N, T, V] and [N, T], got (4, 5) and (4, 5)"),
+        (lambda x: token_logprobs(x[None], x.long()), "need [N, T, V] and [N, T], got (1, 4, 5) and (4, 5)"),
     ],
 )
 def test_refusals_say_what_was_given_and_what_would_be_right(call, given_and_right):
@@ -490,7 +504,7 @@ def all_answers():
 def enumerated_log_pi(table, tokens, lengths, where):
     """[prompts, states, V] logits -> [prompts, S] log-probabilities of all answers."""
     return torch.stack(
-        [lo.sequence_logprobs(lo.token_logprobs(logits[where], tokens), lengths) for logits in table]
+        [lo.sequence_logprobs(token_logprobs(logits[where], tokens), lengths) for logits in table]
     )  # logits[where]: [S, 3, V]
 
 

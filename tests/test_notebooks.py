@@ -80,7 +80,7 @@ def test_a_prediction_comes_before_every_figure_and_its_answer_after(source):
             answered |= "**Answer" in text
             asked = "**Predict" in text
             assert answered or not asked or "**Answer" in text, f"no answer before:\n{text}"
-        elif "plots.picture(" in text:
+        elif "figures.picture(" in text:
             figures += 1
             assert asked, f"no prediction before:\n{text}"
             answered = False
@@ -107,7 +107,7 @@ def test_readme_shows_figures_that_there_are():
     assert len(named) >= 4 and all((ROOT / name).exists() for name in named)
     figures = {p.name for p in (ROOT / "docs" / "notebooks").glob("*.png")}
     for source in SOURCES:  # as many as the source draws
-        drawn = source.read_text().count("plots.picture(")
+        drawn = source.read_text().count("figures.picture(")
         assert {f"{source.stem}-{i}.png" for i in range(1, drawn + 1)} <= figures
         assert f"{source.stem}-{drawn + 1}.png" not in figures
 
@@ -125,7 +125,7 @@ def test_jupytext_makes_the_same_notebook(source):
 @all_six
 def test_it_runs_in_fast_mode_and_its_claims_hold(source):
     made = build.execute(build.quickened(build.notebook(source)), build.LIMIT[True])
-    assert len(build.pictures(made)) == source.read_text().count("plots.picture(")
+    assert len(build.pictures(made)) == source.read_text().count("figures.picture(")
 
 
 @pytest.mark.slow

@@ -173,11 +173,11 @@ def test_stop_tokens_are_the_generation_configs_or_else_the_tokenizers(tmp_path)
 
 
 def test_distinct_rows_stand_for_all():
-    from runtime.policy import distinct
+    from runtime.policy import unique_rows
 
     p, q = np.array([1, 2], np.int32), np.array([1], np.int32)
     a, b = np.array([2, 3], np.int32), np.array([3], np.int32)
     prompts, responses = [p, p, q, p, q], [b, a, a, b, a]  # q + a reads like p + b, but is another row
-    first, kind = distinct(prompts, responses)
+    first, kind = unique_rows(prompts, responses)
     assert first == [0, 1, 2] and kind == [0, 1, 2, 0, 2]
-    assert distinct([], []) == ([], [])
+    assert unique_rows([], []) == ([], [])

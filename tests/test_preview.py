@@ -36,11 +36,10 @@ def machine(monkeypatch):
 
     def make(gpus, gib):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(config.glob, "glob", lambda _: [f"/dev/nvidia{i}" for i in range(gpus)])
+        monkeypatch.setattr(placement.glob, "glob", lambda _: [f"/dev/nvidia{i}" for i in range(gpus)])
         smi = [Gpu(i, f"GPU-{i}", "a GPU", int(gib * 2**30)) for i in range(gpus)]
         monkeypatch.setattr(preview, "installed_gpus", lambda: smi)
         monkeypatch.setattr(config, "installed_vllm", lambda: {"vllm"})
-        monkeypatch.setattr(preview, "installed_vllm", lambda: {"vllm"})
         monkeypatch.setattr(preview, "MEASURED", Path("/nowhere"))
 
     return make

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-import buffer
 from config import Config, ConfigError
 from runtime import checkpoint
 from runtime.child import prepare_buffer
 from runtime.engine import Answer
-from runtime.metrics import Board, Clock, keep_rows_before, read_jsonl
+from runtime.files import keep_rows_before, read_jsonl
+from runtime.loading import Parts
+from runtime.metrics import Board, Clock
 from runtime.policy import check_prompts, load_policy
+from runtime.served_buffer import serve
 from runtime.supervisor import Heartbeats
 from runtime.weights import Publisher, ask_for
 from tasks import OutOfTime, is_right, limited, reward_of
-from trainer import Trainer
 
 # --- who may talk, and what is believed ---------------------------------------------------------------------------
 
@@ -42,7 +43,7 @@ class Bomb:
 def test_the_manager_listens_locally_and_only_to_its_own():
     ctx = multiprocessing.get_context("spawn")
     options = {"capacity": 10, "per_prompt": 10, "recent_groups": None, "dedup": False, "seed": 0}
-    manager, proxy = buffer.serve(ctx, prepare_buffer, (Board(ctx, 0),), **options)
+    manager, proxy = serve(ctx, prepare_buffer, (Board(ctx, 0),), **options)
     try:
         assert stat.S_ISSOCK(os.stat(manager.address).st_mode)  # a local socket, no port
         assert stat.S_IMODE(os.stat(os.path.dirname(manager.address)).st_mode) == 0o700
@@ -78,7 +79,7 @@ def test_who_waits_for_the_handle_can_be_stopped(tmp_path):
 def test_a_checkpoint_is_not_unpickled(tmp_path):
     torch.save({"learner": Bomb(tmp_path / "exploded")}, tmp_path / "trainer.pt")
     with pytest.raises(pickle.UnpicklingError):
-        Trainer.resume(object.__new__(Trainer), tmp_path)
+        checkpoint.restore(tmp_path)
     (tmp_path / "buffer.json").write_text('{"recent": []}')
     bomb = np.empty(1, object)
     bomb[0] = Bomb(tmp_path / "exploded")
@@ -281,7 +282,7 @@ def test_answers_that_are_no_text_or_empty_are_graded_and_counted():
         for ids in texts.values()
     ]
     grader, config = Grader(), Config(gpus=0)
-    one = FakeSearcher(None, None, grader, tokenizer, config, iter([]), (0, 0), Clock())
+    one = FakeSearcher(Parts(None, None, grader, tokenizer), config, 0, 0, Clock())
     written = one._score([(0, answers)])
     assert grader.seen == list(texts) and [t.reward for t in written] == [1.0] * 4
     assert (one.undecodable, one.truncated, one.bad_rewards) == (1, 1, 0)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from buffer import ReplayBuffer, Trajectory, pack
+from buffer import ReplayBuffer, Trajectory
 from notebooks.saved_run import (
     SAVED,
     arrivals,
@@ -18,6 +18,7 @@ from notebooks.saved_run import (
     read_stream,
     replay,
 )
+from runtime.served_buffer import pack
 
 RUNS = ["default", "m_0", "huge_k", "small_beta"]
 

@@ -14,10 +14,11 @@ import sync
 from buffer import ReplayBuffer
 from config import Config
 from runtime import metrics
+from runtime.loading import Parts
 from runtime.metrics import Board, Clock
 from runtime.weights import SharedWeights
-from searcher import Report, barrier, eager, prompt_stream
-from tba_min import Run
+from searcher import Report
+from sync import SEARCHER_LOOPS, BarrierBatches, EagerBatches, barrier_searcher, lead_sync
 
 CONFIG = {"gpus": 0, "samples_per_prompt": 4, "generate_per_prompt": 4, "prompts_per_batch": 4, "recent_groups": 8}
 PROMPTS = 60
@@ -59,7 +60,7 @@ class FakeRun:
         return most * (0.1 + 0.9 * self.rng.random())
 
     def train(self) -> None:
-        clock, make = Clock(), sync.Barrier if self.config.sync == "barrier" else sync.Prefetch
+        clock, make = Clock(), BarrierBatches if self.config.sync == "barrier" else EagerBatches
         child = SimpleNamespace(board=self.board, clock=clock, beat=lambda: None)
         source = make(self.buffer, self.config, child)
         try:
@@ -76,19 +77,16 @@ class FakeRun:
         self.clock, self.source = clock, source
 
     def parent(self) -> None:
-        run = SimpleNamespace(board=self.board, buffer=self.buffer, absent=set(), _blame_those_behind=pytest.fail)
         while not self.board.stopping:
-            Run._lead_sync(run)
+            lead_sync(self.board, self.buffer, absent=set())
             self.time.sleep(0.001)
 
     def search(self, i: int) -> None:
         config, task, rng = self.config, FakeTask(PROMPTS), np.random.default_rng([7, i])
         engine = FakeEngine(self.time, config.in_flight, rng, self.longest, lambda: self.take(self.step_seconds))
-        stream = prompt_stream(PROMPTS, config.seed, i, config.searchers)
-        one = FakeSearcher(engine, None, task, task, config, stream, (i, 0), Clock())
+        one = FakeSearcher(Parts(engine, None, task, task), config, i, 0, Clock())
         self.reports.append(Report(one, self.board, Board.SEARCHERS + i, NoFile()))
-        loop = barrier if config.sync == "barrier" else eager
-        loop(one, self.weights, self.buffer, self.board, Board.SEARCHERS + i, self.reports[-1])
+        SEARCHER_LOOPS[config.sync](one, self.weights, self.buffer, self.board, self.reports[-1])
 
 
 def config(**options) -> Config:
@@ -202,6 +200,15 @@ def test_a_searcher_that_comes_late_merges_at_the_next_sync_and_not_before():
         def pull(self, weights):
             pass
 
+        def beat(self):
+            pass
+
+    class Quiet:
+        row = Board.SEARCHERS
+
+        def __call__(self, handed_over):
+            pass
+
     buffer = SimpleNamespace(add=merged.append)
-    barrier(Late(), None, buffer, board, row, lambda handed_over: None)
+    barrier_searcher(Late(), None, buffer, board, Quiet())
     assert merged == [[1, 2, 3]] and board.get(row, "sync") == 6

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from runtime import metrics
-from runtime.metrics import Clock, backlog, merge_timeline, save_spans
+from runtime.metrics import Clock, merge_timeline, save_spans
 from runtime.plots import SPANS, timeline
-from runtime.show import bottleneck
+from runtime.summary import bottleneck
+from sync import backlog, may_update
 
 
 def summary(trainer=1.0, searchers=(1.0,), used=1.5, sync="eager", ratio=2.0, waits=()):
@@ -51,6 +52,8 @@ def test_backlog_is_what_the_replay_ratio_allows_in_updates():
 
     c = Config(prompts_per_batch=4, samples_per_prompt=5, replay_ratio=2.0)
     assert backlog(c, 100, 200) == 0 and backlog(c, 100, 100) == 5
+    assert may_update(c, 0, 0) and may_update(c, 100, 180)  # the first is free; this one just fits
+    assert not may_update(c, 100, 181) and not may_update(c, 0, 20)
 
 
 @pytest.fixture

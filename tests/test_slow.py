@@ -53,12 +53,12 @@ def test_the_start_model_is_what_its_command_makes(tmp_path):
     import torch
 
     from runtime.policy import load_policy
-    from tasks import Addition, start_model
+    from tasks.addition import Addition, teach
 
     task, threads = Addition(), torch.get_num_threads()
     torch.set_num_threads(1)  # sums in another order are other sums
     for name in ("a", "b"):
-        start_model.make_start_model(task, Path(tmp_path / name), 3)
+        teach(task, Path(tmp_path / name), 3)
     torch.set_num_threads(threads)
     a, b = load_policy(tmp_path / "a"), load_policy(tmp_path / "b")
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from searcher import prompt_stream
-from tasks import Addition, is_right, load_task
-from tasks.start_model import VOCABULARY, demonstration, make_model, make_tokenizer, without_carries
+from tasks import is_right, load_task
+from tasks.addition import Addition, demonstration, without_carries
+from tasks.start_model import VOCABULARY, make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")

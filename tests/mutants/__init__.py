@@ -19,14 +19,13 @@ RESIDUAL = "return log_z.unsqueeze(1) + log_pi - log_ref - reward / beta"
 MEAN = "return (log_ref + reward / beta - log_pi).mean(1).detach()"
 LOSS = "return tb_residual(log_pi, log_ref, reward, log_z, beta).square().mean()"
 VARGRAD = "        log_z = vargrad_log_z(log_pi, log_ref, reward, beta)\n    elif"
-MASK = "inside = torch.arange(token_logp.shape[1], device=token_logp.device) < lengths.unsqueeze(1)"
+MASK = "inside = answer_mask(lengths, token_logp.shape[1])"
 SUM = "return token_logp.masked_fill(~inside, 0.0).sum(1)"
 # trainer.py: what is changed follows this line, whatever comes behind it
 LOG_PI = "log_pi = sequence_logprobs(token_logp, lengths).view(shape)"
-TB_CALL = "tb_loss(log_pi, log_ref, reward, beta"
-LOG_MU = "torch.tensor([[float(t.log_mu.sum()) for t in g] for g in groups], device=device)"
-WEIGHT = f"(log_pi - {LOG_MU}).exp().detach()"
-RESIDUALS = "tb_residual(log_pi, log_ref, reward, vargrad_log_z(log_pi, log_ref, reward, beta), beta)"
+TB_CALL = "lambda a, c: tb_loss(a.log_pi, a.log_ref, a.reward, a.beta, a.log_z)"
+RESIDUALS = "tb_residual(a.log_pi, a.log_ref, a.reward, vargrad_log_z(a.log_pi, a.log_ref, a.reward, a.beta), a.beta)"
+IMPORT = ("from loss import sequence_logprobs, tb_loss\n", "from loss import *\n")
 
 MUTANTS = [
     Mutant(
@@ -47,7 +46,7 @@ MUTANTS = [
         [(RESIDUAL, RESIDUAL.replace("- log_ref ", "")), (MEAN, MEAN.replace("log_ref + ", ""))],
     ),
     Mutant("token-mean log-probability", "loss.py", [(SUM, SUM + " / lengths.clamp(min=1)")]),
-    Mutant("EOS dropped", "loss.py", [(MASK, MASK.replace("lengths.unsqueeze(1)", "lengths.unsqueeze(1) - 1"))]),
+    Mutant("EOS dropped", "loss.py", [(MASK, MASK.replace("lengths,", "lengths - 1,"))]),
     Mutant("no padding mask", "loss.py", [(SUM, "return token_logp.sum(1)")]),
     Mutant(  # log_ref comes from the searcher, where the padding is another batch's
         "padding filled on one side",
@@ -57,7 +56,7 @@ MUTANTS = [
     Mutant(  # its value; the gradient stays pi's
         "behaviour log-probability in place of the current one",
         "trainer.py",
-        [(TB_CALL, TB_CALL.replace("log_pi,", f"log_pi + ({LOG_MU} - log_pi).detach(),"))],
+        [(TB_CALL, TB_CALL.replace("a.log_pi,", "a.log_pi + (a.log_mu - a.log_pi).detach(),"))],
     ),
     Mutant(
         "leave-one-out mean",
@@ -82,7 +81,7 @@ MUTANTS = [
     Mutant(
         "an extra importance weight",
         "trainer.py",
-        [(TB_CALL, f"({WEIGHT} * {RESIDUALS}.square()).mean() + 0 * {TB_CALL}")],
+        [(TB_CALL, f"lambda a, c: ((a.log_pi - a.log_mu).exp().detach() * {RESIDUALS}.square()).mean()"), IMPORT],
     ),
 ]
 
@@ -90,11 +89,13 @@ MUTANTS = [
 VARIANTS = [
     Mutant("beta multiplied, in the residual alone", "loss.py", [(RESIDUAL, RESIDUAL.replace("/ beta", "* beta"))]),
     Mutant("reward sign, in the residual alone", "loss.py", [(RESIDUAL, RESIDUAL.replace("- reward", "+ reward"))]),
-    Mutant("no reference term, in the trainer", "trainer.py", [(TB_CALL, TB_CALL.replace("log_ref", "0 * log_ref"))]),
+    Mutant(
+        "no reference term, in the trainer", "trainer.py", [(TB_CALL, TB_CALL.replace("a.log_ref", "0 * a.log_ref"))]
+    ),
     Mutant(
         "EOS dropped where it is also the padding",
         "trainer.py",
-        [(LOG_PI, LOG_PI.replace("lengths)", "(tokens.ids[:, tokens.start :] != self.pad).sum(1)[kind])"))],
+        [(LOG_PI, LOG_PI.replace("lengths)", "(tokens.ids[:, tokens.start :] != self.pad).sum(1)[row_of])"))],
     ),
     Mutant("padding filled with +1, as published", "loss.py", [(SUM, SUM.replace("0.0", "1.0"))]),
     Mutant("temperature forgotten", "trainer.py", [("tokens, temperature, need_states)", "tokens, 1.0, need_states)")]),
@@ -169,6 +170,6 @@ EQUIVALENTS = [
     Mutant(
         "frozen log pi_ref of the batch, flattened and back",
         "trainer.py",
-        [(TB_CALL, TB_CALL.replace("log_ref,", "log_ref.flatten().view(shape),"))],
+        [(TB_CALL, TB_CALL.replace("a.log_ref,", "a.log_ref.flatten().view(a.reward.shape),"))],
     ),
 ]

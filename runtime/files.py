@@ -1,0 +1,107 @@
+"""Files that are whole or not there, files that are read with one clear line where they are damaged, JSON lines."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import TextIO
+
+
+class ConfigError(ValueError):
+    """An option, or a file that it names, is wrong. The text is one line that says so, and names the remedy."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file under another name, then rename it: who reads it sees the old one or the new one, whole."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file.
+
+    Raises:
+        ConfigError: when it holds none.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it holds no JSON object")
+    return value
+
+
+def safetensors_header(path: Path) -> dict[str, dict]:
+    """Name -> {dtype, shape, data_offsets} of each tensor in a safetensors file, without reading the tensors.
+
+    The format: 8 bytes with the length of a JSON header, the header, the tensors.
+
+    Raises:
+        ConfigError: when the header is damaged, or the file is shorter or longer than the header says.
+    """
+    size, problem = path.stat().st_size, None
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, size)))
+        header.pop("__metadata__", None)
+        end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        if size != end:
+            problem = f"has {size} bytes where its header speaks of {end}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        problem = "does not begin with a safetensors header"
+    if problem:
+        raise ConfigError(f"{path} is damaged: it {problem}")
+    return header
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Make a run's folder this process's own, until the process ends, however it does.
+
+    Returns the lock; keep it.
+
+    Raises:
+        ConfigError: when a run is at work in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{folder}: a run is at work in this folder; end it first, or name another") from None
+    return lock
+
+
+# --- JSON lines: one object in each line ----------------------------------------------------------------------------
+
+
+class JsonLines:
+    """A file of JSON lines that grows; each is on disk as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, row: dict) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The rows of a JSONL file; a last line that was cut off is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def keep_rows_before(path: Path, step: int) -> None:
+    """Drop the rows of a metrics file from update `step` on: a resumed run does these updates again."""
+    rows = [row for row in read_jsonl(path) if row["step"] < step] if path.exists() else []
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
