@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -107,13 +106,6 @@ def _take(index: dict, key: int | None, name: tuple | bytes) -> None:
             del index[key]
 
 
-class Stored(NamedTuple):
-    """A trajectory in the buffer."""
-
-    trajectory: Trajectory
-    group: int | None  # number of the group that it came in
-
-
 class ReplayBuffer:
     """D_global: trajectories by prompt, bounded per prompt and in total; the oldest go first.
 
@@ -133,8 +125,8 @@ class ReplayBuffer:
         self.capacity, self.per_prompt, self.recent_groups, self.dedup = capacity, per_prompt, recent_groups, dedup
         self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
-        self._stored: OrderedDict[tuple, Stored] = OrderedDict()  # by uid, oldest first
-        # three indices of it, each key -> {uid: trajectory}, oldest first:
+        self._stored: OrderedDict[tuple, tuple[Trajectory, int | None]] = OrderedDict()  # uid -> it, its group's number
+        # ... oldest first, and three indices of it, each key -> {uid: trajectory}, oldest first:
         self._prompts = Bag()  # prompt_id (with dedup an answer's name is its tokens, not its uid)
         self._recent = Bag()  # the recency pool: number of a group
         self._versions: dict[int, dict[tuple, Trajectory]] = {}  # policy_version
@@ -172,7 +164,7 @@ class ReplayBuffer:
         if copy is not None:
             self._remove(copy.uid)
             self._counts["duplicates"] += 1
-        self._stored[t.uid] = Stored(t, group)
+        self._stored[t.uid] = (t, group)
         _put(self._prompts, t.prompt_id, self._name(t), t)
         _put(self._versions, t.policy_version, t.uid, t)
         answers = self._prompts[t.prompt_id]
@@ -273,13 +265,13 @@ class ReplayBuffer:
     def contents(self) -> list[Trajectory]:
         """All that is stored, oldest first."""
         with self._lock:
-            return [stored.trajectory for stored in self._stored.values()]
+            return [t for t, _ in self._stored.values()]
 
     def state_dict(self) -> dict:
         """All that a resumed run needs."""
         with self._lock:
             return {
-                "trajectories": [stored.trajectory for stored in self._stored.values()],
+                "trajectories": [t for t, _ in self._stored.values()],
                 "prompts": list(self._prompts.order),
                 "recent": [(group, list(self._recent[group])) for group in self._recent.order],
                 "next_number": self._next_group,

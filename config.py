@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from runtime.files import ConfigError, read_json, safetensors_header, write_whole
+from runtime.files import ConfigError, check_model_files, read_json, write_whole
 from runtime.placement import visible_gpus
 
+FIXED = ("task", "model", "loss", "log_z", "sync", "seed")  # options that a resumed run keeps
 START_MODEL = "start"  # --model: the small model that the task makes for itself
 
 INF = float("inf")
@@ -270,6 +271,20 @@ def _refuse(event) -> None:
     raise ConfigError(f"{option}: {getattr(event, 'message', 'needs a value')}")
 
 
+def parse(argv: list[str] | None) -> Config:
+    """The configuration of a command line; with --resume that run's, changed by the other options."""
+    config = read_command_line(argv, Config())
+    if config.resume is None:
+        return config
+    out = Path(config.resume).resolve()
+    saved = load(out / "config.json")
+    config = read_command_line(argv, saved)
+    for name in FIXED:
+        if getattr(config, name) != getattr(saved, name):
+            raise ConfigError(f"{_option(name)} {getattr(config, name)}: the run to resume has {getattr(saved, name)}")
+    return dataclasses.replace(config, out=str(out), resume=str(out))
+
+
 # --- from what was given to what is used ----------------------------------------------------------------------------
 
 
@@ -412,19 +427,6 @@ def _find_model(model: str, dry_run: bool) -> str:
     if not dry_run:
         check_model_files(Path(folder))
     return folder
-
-
-def check_model_files(folder: Path) -> None:
-    """Refuse a model folder whose weights are missing, cut off, or not safetensors.
-
-    Raises:
-        ConfigError: one line that names the file and what is wrong.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors; weights in other formats can run code and are not read")
-    for path in files:
-        safetensors_header(path)
 
 
 # --- a run's config.json --------------------------------------------------------------------------------------------

@@ -200,14 +200,7 @@ class Searcher:
 
 
 def main(
-    child: Child,
-    config: Config,
-    folder: str,
-    out: Path,
-    index: int,
-    incarnation: int,
-    address: str,
-    buffer_proxy: BaseProxy,
+    child: Child, config: Config, folder: str, out: Path, index: int, incarnation: int, address: str, proxy: BaseProxy
 ) -> None:
     """Body of a searcher's process (runtime/child.py starts it).
 
@@ -233,11 +226,10 @@ def main(
     searcher.pull(weights)
     if child.device != "cpu":
         log.info("searcher %d gets its weights %s", index, cuda_ipc.measured(weights))
-    buffer = RemoteBuffer(buffer_proxy)
     child.tell("ready")
     log.info("searcher %d is ready after %.0f s (%s)", index, time.time() - child.started, config.engine)
     report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
-    SEARCHER_LOOPS[config.sync](searcher, weights, buffer, board, report)
+    SEARCHER_LOOPS[config.sync](searcher, weights, RemoteBuffer(proxy), report)
 
 
 class Report:

@@ -45,9 +45,7 @@ Batch = list[list[Trajectory]]  # P groups of K
 def backlog(config: Config, generated: float, trained: float) -> float:
     """Updates that the replay ratio allows at once, without another answer. Below 1 the trainer starves.
 
-    Args:
-        config: replay_ratio, the most trajectories trained per trajectory generated; batch_size of an update.
-        generated, trained: trajectories so far; repeated ones count each time.
+    generated, trained: trajectories so far; those that are trained again count each time.
     """
     return (config.replay_ratio * generated - trained) / config.batch_size
 
@@ -159,11 +157,9 @@ class EagerBatches(_FromSearchers):
                 continue
 
 
-def eager_searcher(
-    searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, board: Board, report: Report
-) -> None:
+def eager_searcher(searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, report: Report) -> None:
     """A searcher: keep the engine full, hand groups over as they finish, take new weights between two decode steps."""
-    while not board.stopping:
+    while not report.board.stopping:
         if searcher.pull(weights):
             searcher.refill(searcher.config.in_flight)
         finished = searcher.step()
@@ -199,11 +195,9 @@ class BarrierBatches(_FromSearchers):
             _wait_for_end(self._syncs, self.board, self.child.beat)
 
 
-def barrier_searcher(
-    searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, board: Board, report: Report
-) -> None:
+def barrier_searcher(searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, report: Report) -> None:
     """A searcher: write rounds into D_local; at a sync merge it, load the new weights, wait until all have done so."""
-    row = report.row
+    board, row = report.board, report.row
     board.set(row, "sync", board.get(Board.PARENT, "go"))  # syncs that are over need nothing from one that comes late
     d_local: list[Trajectory] = []
     prompts = max(1, searcher.config.in_flight // searcher.config.S)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config import START_MODEL, Config, ConfigError, check_model_files, load, read_command_line, resolve, save
+from config import START_MODEL, Config, ConfigError, parse, resolve, save
 from runtime import checkpoint, child, preview
 from runtime.files import lock_folder
 from runtime.metrics import Board, merge_timeline
@@ -33,7 +33,6 @@ from sync import lead_sync
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
 GRACE = 4.0  # seconds that a stopped trainer has to end its update
 PATIENCE = 600.0  # seconds that its last checkpoint may take
-FIXED = ("task", "model", "loss", "log_z", "sync", "seed")  # options that a resumed run keeps
 NO_VLLM = "vLLM is not installed here: transformers' generate writes the answers (--engine hf)"
 
 
@@ -55,21 +54,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"tba_min: {error}", file=sys.stderr)
         return EXIT_WRONG_OPTION
-
-
-def parse(argv: list[str] | None) -> Config:
-    """The configuration of a command line; with --resume that run's, changed by the other options."""
-    config = read_command_line(argv, Config())
-    if config.resume is None:
-        return config
-    out = Path(config.resume).resolve()
-    saved = load(out / "config.json")
-    config = read_command_line(argv, saved)
-    for name in FIXED:
-        if getattr(config, name) != getattr(saved, name):
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} {getattr(config, name)}: the run to resume has {getattr(saved, name)}")
-    return dataclasses.replace(config, out=str(out), resume=str(out))
 
 
 class Run:
@@ -121,7 +105,7 @@ class Run:
             self._start(self._prepare_model())
             self._watch()
             code = EXIT_INTERRUPTED if self.interrupts else 0
-        except Failed as error:
+        except (Failed, ConfigError) as error:
             code, why = EXIT_FAILED, str(error)
             self.log.error("tba_min: the run failed: %s", error)
         finally:
@@ -144,27 +128,12 @@ class Run:
     # --- starting ---------------------------------------------------------------------------------------------
 
     def _prepare_model(self) -> str:
-        """Folder of the start model; made by a process of its own where it is missing."""
-        c = self.config
-        if c.model != START_MODEL:
-            return c.model
-        from tasks.start_model import clear_workshops, start_model_path
+        """Folder of the model; a start model is made by a process of its own where it is missing."""
+        if self.config.model != START_MODEL:
+            return self.config.model
+        from tasks.start_model import obtain
 
-        place = start_model_path(c)
-        if not (place / "config.json").exists():
-            self.log.info(f"making the start model of task {c.task} for seed {c.seed} (about a minute, once) ...")
-            # one thread: so small a model gains little from a second one, and on a busy machine that costs minutes
-            one = {"OMP_NUM_THREADS": "1"}
-            pid = self.children.run_to_end("start-model", "tasks.start_model", one, (c,), self._go_on)
-            clear_workshops(place.parent, pid)
-            if self.interrupts:
-                return str(place)
-            self.log.info(f"start model ready after {time.time() - self.started:.0f} s, kept in {place}")
-        try:
-            check_model_files(place)
-        except ConfigError as error:
-            raise Failed(f"{error}; remove {place}, it is made again") from None
-        return str(place)
+        return obtain(self.config, self.children, self._go_on)
 
     def _go_on(self) -> bool:
         self.screen.tick()
@@ -182,8 +151,11 @@ class Run:
             say = f"starting one process that generates and trains in turn, {c.threads} thread(s)"
         self.log.info(f"{say}; {c.engine} takes a while to load ...")
         self.folder, self.buffer, self.places = folder, None, preview.places(c)
-        if c.gpus:
-            self._divide_memory(folder)
+        if c.gpus:  # settle vLLM's share of its GPU; config.json keeps what was asked for
+            share, lines = preview.fit(c, Path(folder))
+            self.config = dataclasses.replace(c, vllm_memory=share)
+            for line in [*describe(self.places), *lines]:
+                self.log.info("%s", line)
         if c.sync != "onpolicy":
             self._serve_buffer()
         if self.start:
@@ -216,16 +188,6 @@ class Run:
         threads = {"OMP_NUM_THREADS": str(self.config.threads), "TOKENIZERS_PARALLELISM": "false"}
         return threads | {"CUDA_VISIBLE_DEVICES": place.visible}, place.device
 
-    def _divide_memory(self, folder: str) -> None:
-        """Settle vLLM's share of its GPU, and log who needs what; the run's config.json keeps what was asked for."""
-        try:
-            share, lines = preview.fit(self.config, Path(folder))
-        except ConfigError as error:
-            raise Failed(str(error)) from None
-        self.config = dataclasses.replace(self.config, vllm_memory=share)
-        for line in [*describe(self.places), *lines]:
-            self.log.info("%s", line)
-
     # --- watching ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -234,16 +196,13 @@ class Run:
         while self.result is None and not self.interrupts:
             self.children.listen(0.001 if barrier else 0.05)
             self.children.check_heartbeats()
-            if barrier:
-                self._lead_sync()
+            try:
+                if barrier:
+                    lead_sync(self.board, self.buffer, self.absent)
+            except (EOFError, OSError):  # the buffer's process has died
+                self._blame_those_behind("trainer")
+                raise
             self.screen.tick()
-
-    def _lead_sync(self) -> None:
-        try:
-            lead_sync(self.board, self.buffer, self.absent)
-        except (EOFError, OSError):
-            self._blame_those_behind("trainer")
-            raise
 
     def _heard(self, name: str, kind: str, value: Any) -> None:
         """A message of a child."""

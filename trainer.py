@@ -21,25 +21,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from baselines import Answers, frozen_kl_loss, grpo_loss, rloo_loss, tba_prime_loss, vtrace_loss
 from loss import sequence_logprobs, tb_loss
 from runtime import checkpoint
-from runtime.evaluation import Evaluator, before_and_after
+from runtime.evaluation import Evaluator
 from runtime.files import JsonLines, keep_rows_before, read_json
 from runtime.metrics import Board, Clock, EventLog, batch_metrics
-from runtime.policy import (
-    checkpoint_layers,
-    collate,
-    load_policy,
-    logprobs_and_states,
-    micro_batches,
-    named_weights,
-    response_logprobs,
-    unique_rows,
-)
+from runtime.policy import answer_logprobs, checkpoint_layers, load_policy, micro_batches, named_weights, padded
 from runtime.served_buffer import RemoteBuffer, pack
+from runtime.summary import training_summary
 from runtime.weights import make_publisher
 from sync import BATCHES, Batch, Batches, OnPolicyBatches, backlog
 from tasks import load_task
@@ -130,34 +121,31 @@ class Learner:
         return beta, lr
 
     def _answers(self, groups: Batch, beta: float) -> Answers:
-        """Log-probabilities of a batch's answers, and all else that a loss may look at. Repeated ones pass once."""
-        device, shape = self.model.device, (len(groups), len(groups[0]))  # P, K
-        flat = [t for group in groups for t in group]
-        unique, row_of = unique_rows([t.prompt for t in flat], [t.response for t in flat])  # U, and [P*K] places in it
-        tokens = collate([flat[i].prompt for i in unique], [flat[i].response for i in unique], self.pad, device)
-        temperature, need_states = self.config.temperature, self.head is not None
-        token_logp, states = logprobs_and_states(self.model, tokens, temperature, need_states)  # [U, T], [U, T, H]
-        token_logp, lengths = token_logp[row_of], tokens.lengths[row_of]  # [P*K, T], [P*K]
-        log_pi = sequence_logprobs(token_logp, lengths).view(shape)  # [P, K]
-        log_ref, reward = group_tensors(groups, device)
+        """Log-probabilities of a batch's answers, and all else that a loss may look at."""
+        for group in groups:
+            if len({t.prompt_id for t in group}) != 1:
+                raise ValueError(f"a group mixes the prompts {sorted({t.prompt_id for t in group})}")
+        shape, flat = (len(groups), len(groups[0])), [t for group in groups for t in group]  # (P, K), [P*K]
+        tokens = ([t.prompt for t in flat], [t.response for t in flat], self.pad)
+        temperature, states_too = self.config.temperature, self.head is not None
+        token_pi, lengths, states = answer_logprobs(self.model, *tokens, temperature, states_too)  # [P*K, T], [P*K]
+        log_ref, reward = torch.tensor([[t.log_ref, t.reward] for t in flat], device=self.model.device).T  # [P*K] each
         if self.reference is not None:
             with torch.no_grad():
-                ref = response_logprobs(self.reference, tokens, temperature)
-                log_ref = sequence_logprobs(ref, tokens.lengths)[row_of].view(shape)
-        token_mu = pad_sequence([torch.as_tensor(t.log_mu) for t in flat], batch_first=True).to(device)
-        token_mu = torch.nn.functional.pad(token_mu, (0, token_logp.shape[1] - token_mu.shape[1]))  # [P*K, T], 0 beyond
+                log_ref = sequence_logprobs(*answer_logprobs(self.reference, *tokens, temperature)[:2])
+        token_mu = padded([t.log_mu for t in flat], token_pi)  # [P*K, T]
         answers = Answers(
-            log_pi=log_pi,
+            log_pi=sequence_logprobs(token_pi, lengths).view(shape),
             log_mu=token_mu.sum(1).view(shape),
-            log_ref=log_ref,
-            reward=reward,
-            token_pi=token_logp.view(*shape, -1),
+            log_ref=log_ref.view(shape),
+            reward=reward.view(shape),
+            token_pi=token_pi.view(*shape, -1),
             token_mu=token_mu.view(*shape, -1),
             lengths=lengths.view(shape),
             beta=beta,
         )
-        if need_states:
-            answers.values = self.head(states).squeeze(-1)[row_of].view(*shape, -1)  # [P, K, T] reward units
+        if states is not None:
+            answers.values = self.head(states).view(*shape, -1)  # [P, K, T] reward units
             answers.log_z = answers.values[:, :, 0].mean(1) / beta  # [P]; K times the same prompt
         return answers
 
@@ -204,20 +192,6 @@ class Learner:
                 part.load_state_dict(state[name])
 
 
-def group_tensors(groups: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """log_ref and reward of each trajectory, [P, K] fp32.
-
-    Raises:
-        ValueError: when a group mixes prompts.
-    """
-    for group in groups:
-        if len({t.prompt_id for t in group}) != 1:
-            raise ValueError(f"a group mixes the prompts {sorted({t.prompt_id for t in group})}")
-    log_ref = torch.tensor([[t.log_ref for t in g] for g in groups], dtype=torch.float32, device=device)
-    reward = torch.tensor([[t.reward for t in g] for g in groups], dtype=torch.float32, device=device)
-    return log_ref, reward
-
-
 # --- the loop -------------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +222,7 @@ class Trainer:
         """Train to the end of the steps, the time or the patience of the parent; returns the summary."""
         if not self.accuracies:
             self._evaluate()
-        while self.learner.step < self.config.steps and not self.child.board.stopping and not self._time_is_up():
+        while self._goes_on():
             batch = self.batches.next(self.learner.step)
             if batch is None:
                 break
@@ -257,11 +231,12 @@ class Trainer:
             self._update(batch)
             if self.config.checkpoint_every and self.learner.step % self.config.checkpoint_every == 0:
                 self._checkpoint_if_possible()
-        seconds, busy, waits = self.seconds(), self.clock.busy(), self.clock.waits()
+        facts = {"busy_trainer": self.clock.busy(), "waits_trainer": self.clock.waits()}
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
-            seconds = self.seconds()
-        return self._summary(seconds) | {"busy_trainer": busy, "waits_trainer": waits}
+        facts |= {"trajectories_generated": self.batches.generated(), "late_prefetches": self.batches.late}
+        facts |= {"threads": torch.get_num_threads()}
+        return training_summary(self._progress(), self.config, self.clock, self.child.board.stopping, **facts)
 
     def seconds(self) -> float:
         """Seconds of RL, those before a resume included."""
@@ -272,9 +247,9 @@ class Trainer:
         self.clock.begin()
         self.child.board.set(Board.TRAINER, "rl_start", self.rl_start)
 
-    def _time_is_up(self) -> bool:
-        limit = self.config.max_seconds
-        return bool(limit and self.seconds() > limit)
+    def _goes_on(self) -> bool:
+        limit = self.config.max_seconds or float("inf")
+        return self.learner.step < self.config.steps and self.seconds() <= limit and not self.child.board.stopping
 
     def _update(self, batch: Batch) -> None:
         """Learn from a batch, publish when it is time to, write a line of metrics."""
@@ -307,11 +282,10 @@ class Trainer:
 
     def _report(self, row: dict) -> None:
         board = self.child.board
-        row["trained"], row["generated"] = self.trained, self.batches.generated()
-        row["backlog"] = backlog(self.config, row["generated"], row["trained"])
-        row["busy_trainer"], row["busy_searchers"] = self.clock.busy(), board.of_searchers("busy")
-        row["waited"] = sum(self.clock.waits().values())
-        row["seconds_after"] = self.seconds()
+        generated, waited = self.batches.generated(), sum(self.clock.waits().values())
+        row |= {"trained": self.trained, "generated": generated, "waited": waited, "seconds_after": self.seconds()}
+        row |= {"busy_trainer": self.clock.busy(), "busy_searchers": board.of_searchers("busy")}
+        row["backlog"] = backlog(self.config, generated, self.trained)
         board.set(Board.TRAINER, "busy", row["busy_trainer"])
         board.set(Board.TRAINER, "trained", self.trained)
         self.child.beat()
@@ -325,17 +299,20 @@ class Trainer:
         self.child.tell("accuracy", {"accuracy": accuracy, "prompts": len(self.evaluate.prompts)})
         return accuracy
 
-    # --- checkpoints, the end -------------------------------------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _progress(self) -> dict:
+        kept = {name: getattr(self, name) for name in PROGRESS}
+        now = {"step": self.learner.step, "seconds_before": self.seconds(), "source": self.batches.state_dict()}
+        return kept | now
 
     def checkpoint(self) -> Path:
         """Write a checkpoint of this moment (runtime/checkpoint.py); OSError when it can't be written."""
         with self.clock.span("checkpoint"), self.child.long_job():
             buffer = None if self.config.sync == "onpolicy" else self.batches.buffer.packed_state()
-            progress = {name: getattr(self, name) for name in PROGRESS} | {"step": self.learner.step}
-            progress |= {"seconds_before": self.seconds(), "source": self.batches.state_dict()}
-            policy = (self.learner.model, self.evaluate.tokenizer)
+            policy, state = (self.learner.model, self.evaluate.tokenizer), self.learner.state_dict()
             root, keep = self.out / "checkpoints", self.config.keep_checkpoints
-            return checkpoint.save(root, keep, *policy, self.learner.state_dict(), buffer, progress)
+            return checkpoint.save(root, keep, *policy, state, buffer, self._progress())
 
     def _checkpoint_if_possible(self) -> None:
         try:
@@ -349,25 +326,6 @@ class Trainer:
         self.learner.load_state_dict(learner)
         for name in PROGRESS:
             setattr(self, name, progress[name])
-
-    def _summary(self, seconds: float) -> dict:
-        stopped = "a stop from outside" if self.child.board.stopping else "--max-seconds"
-        counts = self.batches.state_dict()
-        return {
-            "steps": self.learner.step,
-            "ended_by": "--steps" if self.learner.step >= self.config.steps else stopped,
-            **before_and_after(self.accuracies),
-            "seconds_rl": seconds,
-            "seconds_evaluating": self.clock.seconds.get("evaluate", 0.0),
-            "trajectories_generated": self.batches.generated(),
-            "trajectories_trained": self.trained,
-            **{name: int(np.sum(counts[name])) for name in ("truncated", "undecodable", "bad_rewards")},
-            "staleness_mean": self.staleness_sum / max(1, self.learner.step),
-            "staleness_max": self.staleness_max,
-            "late_prefetches": self.batches.late,
-            "threads": torch.get_num_threads(),
-            "seconds_trainer": dict(self.clock.seconds),
-        }
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

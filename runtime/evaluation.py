@@ -46,10 +46,3 @@ class Evaluator:
         """Share of the prompts that are answered right."""
         limit, pairs = self.config.reward_timeout, zip(self.prompts, self.answers(), strict=True)
         return float(np.mean([is_right(self.task, prompt, answer, limit) for prompt, answer in pairs]))
-
-
-def before_and_after(evaluations: list[tuple[int, float, float]]) -> dict:
-    """The part of a summary that evaluations (update, second of RL, accuracy) make: the first, and the last three."""
-    before, *later = (accuracy for _, _, accuracy in evaluations)
-    after = float(np.mean(later[-3:])) if later else before
-    return {"accuracy_before": before, "accuracy_after": after, "evaluations": evaluations}

@@ -59,6 +59,19 @@ def safetensors_header(path: Path) -> dict[str, dict]:
     return header
 
 
+def check_model_files(folder: Path) -> None:
+    """Refuse a model folder whose weights are missing, cut off, or not safetensors.
+
+    Raises:
+        ConfigError: one line that names the file and what is wrong.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no *.safetensors; weights in other formats can run code and are not read")
+    for path in files:
+        safetensors_header(path)
+
+
 def lock_folder(folder: Path) -> TextIO:
     """Make a run's folder this process's own, until the process ends, however it does.
 

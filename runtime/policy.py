@@ -86,6 +86,33 @@ def unique_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) 
     return [first[u] for u in range(len(kinds))], row_of
 
 
+def padded(rows: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    """Ragged rows [<=T] as one tensor of `like`'s shape [N, T] and device, 0 behind each row's end."""
+    full = np.zeros(tuple(like.shape), np.float32)
+    for line, row in zip(full, rows, strict=True):
+        line[: len(row)] = row
+    return torch.as_tensor(full, device=like.device)
+
+
+def answer_logprobs(
+    model: PreTrainedModel,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    pad: int,
+    temperature: float,
+    states: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`logprobs_and_states` of N answers, of which each different one passes through the model once.
+
+    Returns:
+        [N, T] nats, [N] lengths, [N, T, H] or None.
+    """
+    unique, row_of = unique_rows(prompts, responses)
+    tokens = collate([prompts[i] for i in unique], [responses[i] for i in unique], pad, model.device)
+    token_logp, hidden = logprobs_and_states(model, tokens, temperature, states)
+    return token_logp[row_of], tokens.lengths[row_of], hidden[row_of] if states else None
+
+
 def response_logprobs(model: PreTrainedModel, tokens: Tokens, temperature: float) -> Tensor:
     """log pi of each answer token given prompt and answer so far. -> [N, T] nats; padded positions hold anything."""
     return logprobs_and_states(model, tokens, temperature, states=False)[0]

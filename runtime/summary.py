@@ -2,9 +2,40 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from config import Config
+from runtime.metrics import Clock
 
 SETTINGS = ("task", "model", "engine", "sync", "seed", "searchers", "gpus")
+
+
+def training_summary(progress: dict, config: Config, clock: Clock, stopped: bool, **facts: object) -> dict:
+    """The trainer's part of summary.json.
+
+    Args:
+        progress: as checkpoints have it: step, trained, accuracies (update, second of RL, accuracy), ...
+        stopped: whether the parent ended the run.
+        facts: what else the trainer knows.
+    """
+    before, *later = (accuracy for _, _, accuracy in progress["accuracies"])
+    counts = {name: int(np.sum(progress["source"][name])) for name in ("truncated", "undecodable", "bad_rewards")}
+    ended_by = "--steps" if progress["step"] >= config.steps else "a stop from outside" if stopped else "--max-seconds"
+    return {
+        "steps": progress["step"],
+        "ended_by": ended_by,
+        "accuracy_before": before,
+        "accuracy_after": float(np.mean(later[-3:])) if later else before,
+        "evaluations": progress["accuracies"],
+        "seconds_rl": progress["seconds_before"],
+        "seconds_evaluating": clock.seconds.get("evaluate", 0.0),
+        "trajectories_trained": progress["trained"],
+        **counts,
+        "staleness_mean": progress["staleness_sum"] / max(1, progress["step"]),
+        "staleness_max": progress["staleness_max"],
+        "seconds_trainer": dict(clock.seconds),
+        **facts,
+    }
 
 
 def run_summary(config: Config, result: dict, waits: dict, **facts: object) -> dict:

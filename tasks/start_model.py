@@ -5,12 +5,16 @@ A task that has `make_start_model` gets it made once for each seed; it is kept i
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from runtime.files import ConfigError, check_model_files
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +22,9 @@ if TYPE_CHECKING:
 
     from config import Config
     from runtime.child import Child
+    from runtime.supervisor import Supervisor
 
+log = logging.getLogger("tba_min.tasks")
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*/=() ?"]
 RECIPE = 5  # raise it when the recipe changes: it names the cached folder
 
@@ -27,6 +33,30 @@ def start_model_path(config: Config) -> Path:
     """Where a task's start model for this seed is kept."""
     task = config.task.replace("/", "_").replace(":", "_")
     return (Path(config.cache) / f"{task}-seed{config.seed}-r{RECIPE}").resolve()
+
+
+def obtain(config: Config, children: Supervisor, go_on: Callable[[], bool]) -> str:
+    """Folder of the start model; where it is missing a process of its own makes it, while `go_on()` is true.
+
+    Raises:
+        ConfigError: when it is damaged.
+    """
+    place, began = start_model_path(config), time.time()
+    if not (place / "config.json").exists():
+        log.info("making the start model of task %s for seed %d (about a minute, once) ...", config.task, config.seed)
+        # one thread: so small a model gains little from a second one, and on a busy machine that costs minutes
+        variables = {"OMP_NUM_THREADS": "1"}
+        pid = children.run_to_end("start-model", "tasks.start_model", variables, (config,), go_on)
+        for workshop in place.parent.glob(f".making-{pid}-*"):  # of a maker that was killed
+            shutil.rmtree(workshop, ignore_errors=True)
+        if not go_on():
+            return str(place)
+        log.info("start model ready after %.0f s, kept in %s", time.time() - began, place)
+    try:
+        check_model_files(place)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; remove {place}, it is made again") from None
+    return str(place)
 
 
 def main(child: Child, config: Config) -> None:
@@ -46,12 +76,6 @@ def main(child: Child, config: Config) -> None:
         if not (place / "config.json").exists():  # else another run was faster
             raise
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
-
-
-def clear_workshops(cache: Path, pid: int) -> None:
-    """Remove what a maker that was killed left unfinished."""
-    for workshop in cache.glob(f".making-{pid}-*"):
         shutil.rmtree(workshop, ignore_errors=True)
 
 

@@ -124,7 +124,7 @@ def test_parameters_are_counted_from_the_configuration(tmp_path, name):
 # --- whether it fits ------------------------------------------------------------------------------------------------
 
 ONE_B = Shape(1_100_000_000, 22, 2048, 5632, 256, 32_000)  # a Llama such as TinyLlama and Rho-1B
-SIZED = {"max_new_tokens": 256, "in_flight": 128, "eval_prompts": 128, "decay_steps": 0}
+SIZED = {"engine": "vllm", "max_new_tokens": 256, "in_flight": 128, "eval_prompts": 128, "decay_steps": 0}
 
 
 def sized(**options):
@@ -270,11 +270,11 @@ def readme_row(name):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_readmes_table_is_what_is_computed(name):
-    assert readme_row(name) in (ROOT / "README.md").read_text(), readme_row(name)
+    assert readme_row(name) in (ROOT / "docs/gpus.md").read_text(), readme_row(name)
 
 
 def test_readmes_example_of_a_refusal_is_what_is_said():
     c = dataclasses.replace(Config(max_new_tokens=512, eval_prompts=64, decay_steps=0), gpus=2, searchers=1)
     with pytest.raises(ConfigError) as caught:
         fit(shape_of(PUBLIC["Rho-1B"]), c, PROMPT_TOKENS, 48 * GIB)
-    assert f"tba_min: --gpus 2: {caught.value}" in (ROOT / "README.md").read_text()
+    assert f"tba_min: --gpus 2: {caught.value}" in (ROOT / "docs/gpus.md").read_text()

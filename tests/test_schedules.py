@@ -86,7 +86,7 @@ class FakeRun:
         engine = FakeEngine(self.time, config.in_flight, rng, self.longest, lambda: self.take(self.step_seconds))
         one = FakeSearcher(Parts(engine, None, task, task), config, i, 0, Clock())
         self.reports.append(Report(one, self.board, Board.SEARCHERS + i, NoFile()))
-        SEARCHER_LOOPS[config.sync](one, self.weights, self.buffer, self.board, self.reports[-1])
+        SEARCHER_LOOPS[config.sync](one, self.weights, self.buffer, self.reports[-1])
 
 
 def config(**options) -> Config:
@@ -206,9 +206,12 @@ def test_a_searcher_that_comes_late_merges_at_the_next_sync_and_not_before():
     class Quiet:
         row = Board.SEARCHERS
 
+        def __init__(self):
+            self.board = board
+
         def __call__(self, handed_over):
             pass
 
     buffer = SimpleNamespace(add=merged.append)
-    barrier_searcher(Late(), None, buffer, board, Quiet())
+    barrier_searcher(Late(), None, buffer, Quiet())
     assert merged == [[1, 2, 3]] and board.get(row, "sync") == 6

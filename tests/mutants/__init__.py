@@ -22,7 +22,7 @@ VARGRAD = "        log_z = vargrad_log_z(log_pi, log_ref, reward, beta)\n    eli
 MASK = "inside = answer_mask(lengths, token_logp.shape[1])"
 SUM = "return token_logp.masked_fill(~inside, 0.0).sum(1)"
 # trainer.py: what is changed follows this line, whatever comes behind it
-LOG_PI = "log_pi = sequence_logprobs(token_logp, lengths).view(shape)"
+LOG_PI = "log_pi=sequence_logprobs(token_pi, lengths).view(shape)"
 TB_CALL = "lambda a, c: tb_loss(a.log_pi, a.log_ref, a.reward, a.beta, a.log_z)"
 RESIDUALS = "tb_residual(a.log_pi, a.log_ref, a.reward, vargrad_log_z(a.log_pi, a.log_ref, a.reward, a.beta), a.beta)"
 IMPORT = ("from loss import sequence_logprobs, tb_loss\n", "from loss import *\n")
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(  # log_ref comes from the searcher, where the padding is another batch's
         "padding filled on one side",
         "trainer.py",
-        [(LOG_PI, LOG_PI.replace("lengths)", "lengths.add(token_logp.shape[1] - lengths))"))],
+        [(LOG_PI, LOG_PI.replace("lengths)", "lengths.add(token_pi.shape[1] - lengths))"))],
     ),
     Mutant(  # its value; the gradient stays pi's
         "behaviour log-probability in place of the current one",
@@ -95,10 +95,10 @@ VARIANTS = [
     Mutant(
         "EOS dropped where it is also the padding",
         "trainer.py",
-        [(LOG_PI, LOG_PI.replace("lengths)", "(tokens.ids[:, tokens.start :] != self.pad).sum(1)[row_of])"))],
+        [(LOG_PI, LOG_PI.replace("lengths)", "torch.tensor([int((t.response != self.pad).sum()) for t in flat]))"))],
     ),
     Mutant("padding filled with +1, as published", "loss.py", [(SUM, SUM.replace("0.0", "1.0"))]),
-    Mutant("temperature forgotten", "trainer.py", [("tokens, temperature, need_states)", "tokens, 1.0, need_states)")]),
+    Mutant("temperature forgotten", "trainer.py", [("*tokens, temperature, states_too)", "*tokens, 1.0, states_too)")]),
     Mutant("answers shifted by one", "runtime/policy.py", [("out.logits[:, :-1]", "out.logits[:, 1:]")]),
     Mutant("left padding unmasked", "runtime/policy.py", [("if tokens.mask is not None:", "if False:")]),
     Mutant("micro-batches summed", "trainer.py", [("share = len(part) / len(groups)", "share = 1.0")]),
