@@ -98,13 +98,13 @@ pip() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@"
 }
 
-echo "tba_min: Python $(version "$venv/bin/python") in $venv gets $list: 1 to 2 GB, a few minutes, once ..."
+echo "tba_min: Python $(version "$venv/bin/python") in $venv gets $list: about 2 GB, a few minutes, once ..."
 torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$list")
 if [ -n "$torch" ] && [ "$(uname -s)" = Linux ]; then
     # the CPU build; `torch==2.13.0` in the list is then there. Your index may have it, PyTorch's has it.
     log=$venv/torch.log
     pip --no-deps "$torch+cpu" 2>"$log" || pip --no-deps --index-url "$torch_cpu" "$torch+cpu" 2>>"$log" || {
-        echo "tba_min: no CPU build of torch can be reached ($log); PyPI's is taken, with CUDA's libraries: 4 GB more"
+        echo "tba_min: no CPU build of torch can be reached ($log); PyPI's is taken, with CUDA's libraries: 4 GB more on the disk"
         pip "$torch" --constraint "$list"
     }
 fi
@@ -112,4 +112,9 @@ case $list in
     *cpu.txt | *macos.txt) pip --no-deps -r "$list" ;;    # complete lists
     *) pip -r "$list" ;;
 esac
-echo "tba_min: set up."
+case $list in
+    *cpu.txt)  # vLLM's wheel does not bring this library, and a small Debian or Fedora does not have it
+        "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+            echo "tba_min: vLLM cannot run without libnuma.so.1; as root: apt install libnuma1 (or dnf install numactl-libs)" ;;
+esac
+echo "tba_min: $venv is set up."
