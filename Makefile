@@ -27,7 +27,7 @@ $(STAMP): $(LIST)
 	@$(SETUP) $(VENV) "$(LIST)"
 	@touch $@
 
-# What only the notebooks need. With cpu.txt the lists are complete; elsewhere pip adds what is missing, pinned as there.
+# What only the notebooks need. The lists are complete beside cpu.txt; elsewhere pip adds what is missing.
 MORE-cpu := --no-deps
 MORE-macos := --constraint requirements/cpu.txt
 MORE := $(PIP) $(MORE-$(notdir $(basename $(LIST))))

@@ -54,11 +54,14 @@ find_uv() {  # the path of uv; it is installed into the folder $1 when the machi
         return
     fi
     for name in ${bare:-} python3 python; do
-        {
-            "$name" -m venv "$1/venv" && "$1/venv/bin/python" -m pip install uv ||
-                "$name" -m pip install --target "$1/venv" uv
-        } >/dev/null 2>&1 || continue
-        echo "$1/venv/bin/uv"
+        if "$name" -m venv "$1/venv" && "$1/venv/bin/python" -m pip install uv; then
+            where=$1/venv
+        elif "$name" -m pip install --target "$1/target" uv; then  # a Debian that has pip and no venv
+            where=$1/target
+        else
+            continue
+        fi >/dev/null 2>&1
+        echo "$where/bin/uv"
         return
     done
 }
@@ -84,11 +87,11 @@ if ! is_right; then
     if [ -n "$python" ]; then
         "$python" -m venv "$venv"
     elif [ -n "$bare" ]; then
-        make_with_uv "$bare" "$(version "$bare")" ||
+        make_with_uv "$bare" ||
             stop "$bare cannot make environments; on Debian and Ubuntu: apt install python$(version "$bare")-venv"
     else
         make_with_uv "$fetched" ||
-            stop "no Python is here that is one of these: $supported. Install one, or uv, which gets one (docs.astral.sh/uv)"
+            stop "no Python here is one of these: $supported; install one, or uv, which gets one (docs.astral.sh/uv)"
     fi
 fi
 
@@ -104,7 +107,7 @@ if [ -n "$torch" ] && [ "$(uname -s)" = Linux ]; then
     # the CPU build; `torch==2.13.0` in the list is then there. Your index may have it, PyTorch's has it.
     log=$venv/torch.log
     pip --no-deps "$torch+cpu" 2>"$log" || pip --no-deps --index-url "$torch_cpu" "$torch+cpu" 2>>"$log" || {
-        echo "tba_min: no CPU build of torch can be reached ($log); PyPI's is taken, with CUDA's libraries: 4 GB more on the disk"
+        echo "tba_min: no CPU build of torch is in reach ($log); PyPI's is taken, with CUDA's libraries: 4 GB more"
         pip "$torch" --constraint "$list"
     }
 fi
@@ -115,6 +118,6 @@ esac
 case $list in
     *cpu.txt)  # vLLM's wheel does not bring this library, and a small Debian or Fedora does not have it
         "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
-            echo "tba_min: vLLM cannot run without libnuma.so.1; as root: apt install libnuma1 (or dnf install numactl-libs)" ;;
+            echo "tba_min: vLLM needs libnuma.so.1; install it: apt install libnuma1, or dnf install numactl-libs" ;;
 esac
 echo "tba_min: $venv is set up."
