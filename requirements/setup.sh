@@ -11,6 +11,9 @@ list=$2  # empty when this kind of machine has none
 supported="3.14 3.13 3.12 3.11"    # newest first; tests/test_lock.py checks the lists for each
 fetched=3.13                       # what uv gets when there is none
 torch_cpu=https://download.pytorch.org/whl/cpu
+case "$(uname -m) $list" in
+    "aarch64 "*gpu.txt) supported="3.12 3.11" fetched=3.12 ;;  # vLLM needs pynvvideocodec, which has no newer wheel there
+esac
 
 stop() {
     echo "tba_min: $1" >&2

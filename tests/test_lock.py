@@ -155,8 +155,8 @@ class Machine:
         can = 0 if ensurepip else 1
         self.program(name, f'case "$*" in *version_info*) echo {version};; *ensurepip*) exit {can};; *) exit 1;; esac')
 
-    def setup(self, python: str = "") -> subprocess.CompletedProcess:
-        command = ["sh", SETUP, self.venv, LISTS / "cpu.txt"]
+    def setup(self, python: str = "", requirements: str = "cpu.txt") -> subprocess.CompletedProcess:
+        command = ["sh", SETUP, self.venv, LISTS / requirements]
         env = {"PATH": str(self.bin), "PYTHON": python, "TMPDIR": str(self.bin.parent)}
         return subprocess.run(command, capture_output=True, text=True, env=env)
 
@@ -190,6 +190,15 @@ def test_setup_takes_the_python_that_is_named(machine):
     machine.python("python3.11", "3.11")
     machine.setup("python3.11")
     assert machine.called() == [f"python3.11 -m venv {machine.venv}"]
+
+
+def test_setup_takes_an_older_python_for_gpus_on_aarch64(machine):
+    machine.python("python3.13", "3.13")
+    machine.python("python3.12", "3.12")
+    (machine.bin / "uname").unlink()
+    machine.program("uname", "echo aarch64")
+    machine.setup(requirements="gpu.txt")
+    assert [c for c in machine.called() if "uname" not in c] == [f"python3.12 -m venv {machine.venv}"]
 
 
 @pytest.mark.parametrize("named, says", [("python3.9", "is Python 3.9"), ("python9", "is no Python that runs")])
