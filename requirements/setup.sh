@@ -12,7 +12,7 @@ supported="3.14 3.13 3.12 3.11"    # newest first; tests/test_lock.py checks the
 fetched=3.13                       # what uv gets when there is none
 torch_cpu=https://download.pytorch.org/whl/cpu
 case "$(uname -m) $list" in
-    "aarch64 "*gpu.txt) supported="3.12 3.11" fetched=3.12 ;;  # vLLM needs pynvvideocodec, which has no newer wheel there
+    "aarch64 "*gpu.txt) supported="3.12 3.11" fetched=3.12 ;;  # vLLM needs pynvvideocodec, without newer wheels
 esac
 
 stop() {
@@ -37,17 +37,16 @@ bare=""
 if [ -n "${PYTHON:-}" ]; then
     [ -n "$(version "$PYTHON")" ] || stop "PYTHON=$PYTHON is no Python that runs; name one of these: $supported"
     is_supported "$PYTHON" || stop "PYTHON=$PYTHON is Python $(version "$PYTHON"); name one of these: $supported"
-    candidates=$PYTHON
-else
-    candidates="$(for v in $supported; do echo "python$v"; done) python3 python"
 fi
-for name in $candidates; do
-    is_supported "$name" || continue
-    if "$name" -c 'import ensurepip, venv' 2>/dev/null; then
-        python=$name
-        break
-    fi
-    bare=${bare:-$name}
+for v in $supported; do
+    for name in ${PYTHON:-"python$v" python3 python}; do
+        [ "$(version "$name")" = "$v" ] || continue
+        if "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+            python=$name
+            break 2
+        fi
+        bare=${bare:-$name}
+    done
 done
 
 # ---- the environment ----------------------------------------------------------------------------------------------

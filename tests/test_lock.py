@@ -174,13 +174,14 @@ def test_setup_takes_the_newest_python_that_runs(machine):
     machine.program("python3.13", "echo no such version >&2; exit 127")  # as pyenv's shims do
     machine.python("python3.12", "3.12")
     machine.python("python3.11", "3.11")
-    machine.python("python3", "3.13")
+    machine.python("python3", "3.11")
     machine.setup()
     assert machine.called() == [f"python3.12 -m venv {machine.venv}"]
 
 
 def test_setup_takes_python3_when_its_version_is_supported(machine):
     machine.python("python3", PYTHONS[0])
+    machine.python("python3.11", "3.11")
     machine.setup()
     assert machine.called() == [f"python3 -m venv {machine.venv}"]
 
