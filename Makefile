@@ -1,13 +1,19 @@
 # make setup | run | test | test-slow | figures | bench | notebooks | sync-notebooks | lab | lint | lock | clean
 VENV ?= .venv
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?=
 BIN := $(VENV)/bin
-REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements/gpu.txt || echo requirements/cpu.txt)
-STAMP := $(VENV)/.installed-$(notdir $(basename $(REQUIREMENTS)))
-TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(REQUIREMENTS))
+# one list of packages for a kind of machine
+LIST-Linux-x86_64 := requirements/cpu.txt
+LIST-Linux-aarch64 := requirements/cpu.txt
+LIST-Darwin-arm64 := requirements/macos.txt
+HERE := $(shell uname -s)-$(shell uname -m)
+LIST := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements/gpu.txt || echo $(LIST-$(HERE)))
+STAMP := $(VENV)/.installed-$(notdir $(basename $(LIST)))
 NOTEBOOKS := $(VENV)/.installed-notebooks
 LAB := $(VENV)/.installed-lab
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# setup.sh finds a Python, makes an environment and fills it from a list
+SETUP := PYTHON="$(PYTHON)" sh requirements/setup.sh
 ARGS ?=
 
 .PHONY: run setup test test-slow figures bench notebooks sync-notebooks lab lint lock clean
@@ -17,26 +23,21 @@ run: setup
 
 setup: $(STAMP)
 
-$(STAMP): $(REQUIREMENTS)
-	@echo "setting up $(VENV) from $(REQUIREMENTS): about 2 GB, a few minutes, once ..."
-	@$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("tba_min: the pinned packages are for Python 3.11, this is " + sys.version.split()[0] + "; name one with PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-ifeq ($(REQUIREMENTS),requirements/cpu.txt)
-	$(PIP) --no-deps $(TORCH) 2>$(VENV)/torch.log || $(PIP) --no-deps --index-url https://download.pytorch.org/whl/cpu $(TORCH) || { cat $(VENV)/torch.log; exit 1; }
-	$(PIP) --no-deps -r $(REQUIREMENTS)
-else
-	$(PIP) -r $(REQUIREMENTS)
-endif
+$(STAMP): $(LIST)
+	@$(SETUP) $(VENV) "$(LIST)"
 	@touch $@
-	@echo "set up."
 
-# what only the notebooks need; on a CPU the lists are complete together
+# What only the notebooks need. The lists are complete beside cpu.txt; elsewhere pip adds what is missing.
+MORE-cpu := --no-deps
+MORE-macos := --constraint requirements/cpu.txt
+MORE := $(PIP) $(MORE-$(notdir $(basename $(LIST))))
+
 $(NOTEBOOKS): requirements/notebooks.txt | setup
-	$(PIP) $(if $(findstring cpu,$(REQUIREMENTS)),--no-deps) -r $<
+	$(MORE) -r $<
 	@touch $@
 
 $(LAB): requirements/lab.txt $(NOTEBOOKS)
-	$(PIP) $(if $(findstring cpu,$(REQUIREMENTS)),--no-deps) -r $<
+	$(MORE) -r $<
 	@touch $@
 
 test: setup
@@ -67,16 +68,16 @@ bench: setup $(TRL)/.installed  # the tables of README's "Measured" (half an hou
 	$(BIN)/python -m bench.time_to_accuracy --part long
 
 $(TRL)/.installed: requirements/trl.txt
-	$(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet -r $<
+	@$(SETUP) $(TRL) $<
 	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-lock:
-	$(PYTHON) requirements/lock.py
+lock: setup  # all lists anew from requirements.in; ARGS=--upgrade takes the newest versions
+	$(PIP) uv
+	$(BIN)/python requirements/lock.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(TRL) .cache runs

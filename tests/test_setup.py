@@ -15,27 +15,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST = (ROOT / "requirements/cpu.txt").read_text()
+MACOS = sys.platform == "darwin"
 on_cpu = pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="requirements/cpu.txt is for CPUs")
 
 
 @on_cpu
 def test_the_pins_are_what_is_installed():
-    pins = re.findall(r"^([\w.-]+)==(\S+)$", LIST, re.M)
+    pinned = (ROOT / f"requirements/{'macos' if MACOS else 'cpu'}.txt").read_text()
+    pins = re.findall(r"^([\w.-]+)==(\S+)$", pinned, re.M)
     assert len(pins) > 50
-    wrong = [f"{name}: {version(name)} instead of {pin}" for name, pin in pins if version(name) != pin]
+    there = {name: version(name).removesuffix("+cpu") for name, _ in pins}  # torch==2.13.0 is there as 2.13.0+cpu
+    wrong = [f"{name}: {there[name]} instead of {pin}" for name, pin in pins if there[name] != pin]
     assert not wrong
 
 
-def test_the_lists_agree():
-    """GPU and CPU environments hold the same vLLM, transformers and tools."""
-    for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements/gpu.txt").read_text(), re.M):
-        assert f"{name}-cpu=={pin}\n" in LIST or f"{name}=={pin}\n" in LIST, name
-
-
 def test_the_heavy_packages_import():
-    for name in ("torch", "transformers", "matplotlib", "multiprocessing_logging", "tyro", "rich", "vllm"):
+    for name in ("torch", "transformers", "matplotlib", "multiprocessing_logging", "tyro", "pydantic", "rich"):
         importlib.import_module(name)
+    if not MACOS:  # there is no vLLM there
+        importlib.import_module("vllm")
 
 
 def test_the_parent_imports_nothing_heavy():
