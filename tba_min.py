@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config import START_MODEL, Config, ConfigError, parse, resolve, save
+from config import START_MODEL, Config, ConfigError, parse, resolve, save, why_no_vllm
 from runtime import checkpoint, child, preview
 from runtime.files import lock_folder
 from runtime.metrics import Board, merge_timeline
@@ -33,7 +33,6 @@ from sync import lead_sync
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
 GRACE = 4.0  # seconds that a stopped trainer has to end its update
 PATIENCE = 600.0  # seconds that its last checkpoint may take
-NO_VLLM = "vLLM is not installed here: transformers' generate writes the answers (--engine hf)"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,9 +44,11 @@ def main(argv: list[str] | None = None) -> int:
         asked = parse(argv)
         preview.check_task(asked)  # first: resolving may download a model
         config = resolve(asked)
-        note = NO_VLLM if asked.engine == "auto" and config.engine == "hf" else None
+        note = None
+        if asked.engine == "auto" and config.engine == "hf":
+            note = f"{why_no_vllm(config.gpus)}; transformers' generate writes the answers instead (--engine hf)"
         if config.dry_run:
-            print(*([note] if note else []), *preview.dry_run(config), sep="\n")
+            print(*preview.dry_run(config), sep="\n")
             return 0
         preview.check(config)
         return Run(config, note).go()

