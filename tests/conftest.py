@@ -48,6 +48,17 @@ def tiny_folder(tmp_path_factory):
     return place
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, tiny_folder):
+    """The folder of a run that has ended, with two checkpoints. Tests work on copies."""
+    job = Job(tmp_path_factory.mktemp("finished") / "run", *SHORT, "--engine", "hf", "--checkpoint-every", "8",
+              "--model", tiny_folder)  # fmt: skip
+    assert job.wait() == 0, job.text
+    job.assert_nothing_left()
+    shutil.rmtree(job.tmp)
+    return job.out
+
+
 class Job:
     """A run of tba_min.py as a process of its own."""
 

@@ -531,9 +531,10 @@ def test_a_smaller_buffer_loads_what_it_can_hold():
 # --- threads and processes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("each", [300, pytest.param(1500, marks=pytest.mark.slow)])  # groups of a writer
 @pytest.mark.parametrize("capacity", [10**6, 60])  # room for all; or one goes out for each that comes in
-def test_threads_that_add_and_draw_at_once_lose_nothing(capacity):
-    store, writers, each = ReplayBuffer(capacity, 10**6, recent_groups=32), 4, 1500
+def test_threads_that_add_and_draw_at_once_lose_nothing(capacity, each):
+    store, writers = ReplayBuffer(capacity, 10**6, recent_groups=32), 4
     errors, done = [], threading.Event()
 
     def write(w):

@@ -292,18 +292,6 @@ def test_onpolicy_with_hf_repeats_and_resumes_bit_by_bit(start_job, tiny_folder,
     assert [e[2] for e in whole.summary()["evaluations"]] == [e[2] for e in again.summary()["evaluations"]]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory, tiny_folder):
-    """A run that has ended, with two checkpoints. Tests work on copies."""
-    from conftest import Job
-
-    job = Job(tmp_path_factory.mktemp("ended") / "run", *SHORT, *["--engine", "hf", "--checkpoint-every", "8"],
-              "--model", tiny_folder)  # fmt: skip
-    assert job.wait() == 0, job.text
-    assert [p.name for p in checkpoints(job)] == ["step-8", "step-12"]
-    return job.out
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-20])
 
@@ -321,6 +309,13 @@ def change(key, value):
     return act
 
 
+def forget(key):
+    def act(path):
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != key}))
+
+    return act
+
+
 DAMAGES = {
     "a file cut short": ("checkpoints/step-12/trainer.pt", cut, "bytes where"),
     "a flipped bit": ("checkpoints/step-12/model.safetensors", flip, "SHA-256"),
@@ -330,16 +325,17 @@ DAMAGES = {
     "a later format": ("checkpoints/step-12/manifest.json", change("format", 99), "of format 99"),
     "a cut config": ("config.json", cut, "is damaged"),
     "another version's config": ("config.json", change("velocity", 3), "another version or damaged"),
+    "an older version's config": ("config.json", forget("event_log"), "its options differ in event_log"),
     "a config with a wrong type": ("config.json", change("steps", "many"), "steps is 'many'"),
     "no config": ("config.json", os.unlink, "can't be read"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_run_is_refused_in_one_line(ended, tmp_path, capsys, name):
+def test_a_damaged_run_is_refused_in_one_line(finished, tmp_path, capsys, name):
     file, damage, expected = DAMAGES[name]
     out = tmp_path / "run"
-    shutil.copytree(ended, out)
+    shutil.copytree(finished, out)
     damage(out / file)
     assert tba_min.main(["--resume", str(out), "--steps", "20"]) == 2
     text = capsys.readouterr().err
@@ -347,10 +343,10 @@ def test_a_damaged_run_is_refused_in_one_line(ended, tmp_path, capsys, name):
     assert ("remove that folder to go on from step-8" in text) == file.startswith("checkpoints")
 
 
-def test_what_a_run_was_started_with_stays(ended, capsys):
-    assert tba_min.main(["--resume", str(ended), "--loss", "grpo"]) == 2
+def test_what_a_run_was_started_with_stays(finished, capsys):
+    assert tba_min.main(["--resume", str(finished), "--loss", "grpo"]) == 2
     assert "--loss grpo: the run to resume has tb" in capsys.readouterr().err
-    assert tba_min.main(["--resume", str(ended / "nothing")]) == 2
+    assert tba_min.main(["--resume", str(finished / "nothing")]) == 2
     assert "config.json can't be read: No such file" in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import SHORT
+from conftest import ROOT, SHORT
 
 from runtime.files import read_jsonl
 from runtime.plots import SPANS
@@ -88,11 +89,9 @@ def test_two_searchers_share_the_work(start_job, tiny_folder):
     assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == {"trainer", "searcher-0", "searcher-1"}
 
 
-def test_a_trained_policy_loads_everywhere(start_job, tiny_folder):
-    job = start_job(*SHORT, "--engine", "hf", "--model", tiny_folder)
-    assert job.wait() == 0, job.text
-    (checkpoint,) = (job.out / "checkpoints").iterdir()
-    assert checkpoint.name == "step-12"
+def test_a_trained_policy_loads_everywhere(finished, tiny_folder):
+    checkpoint = finished / "checkpoints" / "step-12"
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == ["step-12", "step-8"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from runtime.engine import Sampling, VllmEngine
@@ -109,16 +108,20 @@ def test_a_trained_policy_loads_everywhere(start_job, tiny_folder):
     assert abs(float(own[answer.tokens[0]]) - answer.log_mu[0]) < 1e-4
 
 
-def test_a_figure_is_redrawn_from_the_folder(start_job, tiny_folder):
-    job = start_job(*SHORT, "--engine", "hf", "--sync", "onpolicy", "--model", tiny_folder)
-    assert job.wait() == 0, job.text
-    for png in (job.out / "figures").iterdir():
+def test_a_figure_is_redrawn_from_the_folder(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    for png in (tmp_path / "run" / "figures").iterdir():
         png.unlink()
-    done = subprocess.run([sys.executable, "-m", "runtime.plots", str(job.out)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "runtime.plots", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.split()) == 4, done.stderr
-    assert len(list((job.out / "figures").iterdir())) == 4
-    config = json.loads((job.out / "config.json").read_text())
-    assert config["sync"] == "onpolicy" and config["gpus"] == 0 and config["generate_per_prompt"] == 4
+    assert len(list((tmp_path / "run" / "figures").iterdir())) == 4
+
+
+def test_what_is_recorded_is_what_was_used(finished):
+    config = json.loads((finished / "config.json").read_text())
+    assert config["sync"] == "eager" and config["gpus"] == 0 and config["generate_per_prompt"] == 4
+    assert config["engine"] == "hf" and None not in [v for k, v in config.items() if k != "resume"]
 
 
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.slow), "hf"])

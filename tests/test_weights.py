@@ -184,7 +184,8 @@ def test_the_snapshot_outlives_what_it_was_made_from(make, other):
     assert len(litter) == 50
 
 
-def test_a_reader_beside_a_writer_that_never_rests_sees_whole_snapshots_only(make, other):
+@pytest.mark.parametrize("reads", [1000, pytest.param(5000, marks=pytest.mark.slow)])
+def test_a_reader_beside_a_writer_that_never_rests_sees_whole_snapshots_only(make, other, reads):
     """... in growing order of versions. Every element is looked at."""
     shapes = [("a", (300, 301), torch.float32), ("b", (511, 3), torch.bfloat16), ("c", (70_001,), torch.uint8)]
     tensors = [(name, torch.zeros(shape, dtype=dtype)) for name, shape, dtype in shapes]
@@ -192,7 +193,7 @@ def test_a_reader_beside_a_writer_that_never_rests_sees_whole_snapshots_only(mak
     weights.publish(tensors, 0)
     other.tell("hold", weights)
     assert other.ask("version") == 0
-    other.tell("watch", 5000)
+    other.tell("watch", reads)
     version, deadline = 0, time.monotonic() + PATIENCE
     while not other.pipe.poll() and time.monotonic() < deadline:
         version += 1
@@ -201,8 +202,8 @@ def test_a_reader_beside_a_writer_that_never_rests_sees_whole_snapshots_only(mak
         weights.publish(tensors, version)
     versions, wrong = other.answer()
     assert wrong == []
-    assert versions == sorted(versions) and len(set(versions)) > 100  # they did meet
-    assert version > 1000
+    assert versions == sorted(versions) and len(set(versions)) > reads / 50  # they did meet
+    assert version > reads / 5
 
 
 def test_a_killed_reader_harms_nobody(make, victims, other):
