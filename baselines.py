@@ -9,7 +9,7 @@ TB belongs to the same family. For any answers, whoever wrote them, the gradient
 
     - mean over [P, K] of A log pi,   A = R - its group mean,   R = r - beta (log pi - log pi_ref), current pi, detached
 
-So `rloo_loss(log_pi, R)` is TB times K / (K - 1), and `tba_prime_loss` is TB with an importance weight. The others
+So `rloo_loss(log_pi, R)` has that gradient times K / (K - 1); `tba_prime_loss` adds an importance weight. The others
 leave a part of R out, or take it from the policy that wrote the answer.
 """
 
@@ -24,7 +24,7 @@ from loss import answer_mask
 
 @dataclass
 class Answers:
-    """All that a loss may look at: P groups of K answers, T token positions."""
+    """All that a loss may look at: P groups of K answers, T token positions. trainer.py makes it, and the notebooks."""
 
     log_pi: Tensor  # [P, K] nats
     log_mu: Tensor  # [P, K] nats
@@ -84,7 +84,7 @@ def frozen_kl_loss(log_pi: Tensor, log_mu: Tensor, log_ref: Tensor, reward: Tens
     A = R - its group mean, R = r - beta (log mu - log pi_ref).
 
     All [P, K], the loss is in reward units times nats. While mu is pi, its gradient is beta / 2 times TB's, and its
-    optimum is TB's. The older mu is, the later KL pulls back a policy that has drifted away: it overshoots.
+    optimum is TB's. The older mu is, the staler is the KL term: the policy drifts too far before it is pulled back.
     Source: PPO-style RLHF puts KL into the reward like this (Ouyang et al. 2022, arXiv 2203.02155); the contrast with
     TB is TBA's (arXiv 2503.18929, section 3.2), which takes log pi anew in every update.
     It needs answers by the current policy, or by one that is close to it, and their log mu.

@@ -2,7 +2,7 @@
 
 A batch is P prompts with K answers each (TBA, section 3.1). With probability m a prompt comes from the recency pool,
 otherwise from all that is stored; its answers are then drawn uniformly, or by a softmax of their reward. A Manager
-serves the buffer to the other processes (runtime/served_buffer.py). One lock guards it, and nothing in it waits.
+serves the buffer to the other processes (runtime/served_buffer.py). One lock guards it. No method waits for data.
 
 Departures from the paper: in `eager`, where no sync ever happens, the recency pool is the newest groups instead of the
 last sync's. Deduplication is an option, and so is a limit on staleness.
@@ -20,7 +20,7 @@ import numpy as np
 class Trajectory:
     """One answer to one prompt, its scores, and who wrote it."""
 
-    uid: tuple[int, int, int]  # searcher, its incarnation, a counter
+    uid: tuple[int, int, int]  # searcher, how often it was started again (its incarnation), a counter
     prompt_id: int
     prompt: np.ndarray  # [L] int32, token ids
     response: np.ndarray  # [T] int32, token ids, the end-of-sequence token included
@@ -28,7 +28,7 @@ class Trajectory:
     reward: float
     log_ref: float  # log pi_ref(y|x), nats
     log_mu: np.ndarray  # [T] float32, log-probability of each token when it was sampled, nats
-    policy_version: int  # trainer step whose weights wrote the first token
+    policy_version: int  # trainer updates behind the weights that wrote the first token
     version_last: int  # ... the last token
     searcher: int
 
@@ -107,7 +107,7 @@ def _take(index: dict, key: int | None, name: tuple | bytes) -> None:
 
 
 class ReplayBuffer:
-    """D_global: trajectories by prompt, bounded per prompt and in total; the oldest go first.
+    """D_global, in the paper's words: trajectories by prompt, bounded per prompt and in total; the oldest go first.
 
     Adding and drawing take the same time however much is stored.
 
@@ -158,7 +158,9 @@ class ReplayBuffer:
         return t.response.tobytes() if self.dedup else t.uid
 
     def _store(self, t: Trajectory, group: int | None) -> None:
-        if group is not None:  # before an older copy goes: its group might leave the pool, and come back as the newest
+        if (
+            group is not None
+        ):  # first: removing an older copy could empty this group, and it would come back as the newest
             _put(self._recent, group, t.uid, t)
         copy = self._prompts.get(t.prompt_id, {}).get(self._name(t))
         if copy is not None:
@@ -208,7 +210,7 @@ class ReplayBuffer:
         Args:
             recency_prob: m, the probability that a prompt comes from the recency pool.
             inverse_temperature: of the softmax of rewards by which the other prompts' answers are drawn; 0: uniformly.
-            min_version: answers that older weights began leave the buffer first.
+            min_version: before the draw, remove answers whose first token older weights wrote.
         """
         with self._lock:
             if min_version > 0:

@@ -43,18 +43,18 @@ class Run:
     """What is run, and where."""
 
     task: str = "addition"
-    """Task: `addition`, or `path/to/file.py:function` for your own (the function returns a task, see tasks.py)."""
+    """Task: `addition`, or `path/to/file.py:function` for your own (it returns a task, see tasks/__init__.py)."""
     model: str = START_MODEL
     """Policy and reference [pi_ref]: a Hugging Face folder, a Hub name, or `start` for the task's own start model."""
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """Generator of answers: `vllm`, or `hf` (transformers' generate). `auto`: vLLM where it is installed, else hf."""
     gpus: Whole | None = None
-    """GPUs to use; 0 is CPU. One trainer, one searcher on each other GPU. Default: what the machine has."""
+    """GPUs to use; 0 is CPU. One is the trainer's, each other one a searcher's. Default: all that the machine has."""
     searchers: Whole | None = None
     """Searcher processes. Default: gpus - 1, but at least 1."""
     sync: Literal["eager", "barrier", "onpolicy"] = "eager"
-    """`eager`: nobody pauses. `barrier`: the paper's protocol, all pause every k updates. `onpolicy`: one process
-    alternates between generating and learning, and never learns from old data."""
+    """`eager`: nobody waits for a sync. `barrier`: the paper's protocol, all pause every k updates. `onpolicy`: one
+    process generates and learns in turn, and never learns from old data."""
     out: str | None = None
     """Folder of the run. Default: runs/<time>-<task>-<process id>."""
     resume: str | None = None
@@ -92,7 +92,7 @@ class Objective:
     """The loss, and the distribution that it aims at."""
 
     loss: Literal["tb", "tba_prime", "rloo", "grpo", "frozen_kl", "vtrace"] = "tb"
-    """Objective: trajectory balance, or one that it is compared with (baselines.py; README says which one when)."""
+    """Objective: trajectory balance, or one that it is compared with (docs/losses.md says which one when)."""
     log_z: Literal["vargrad", "learned"] = "vargrad"
     """log Z of TB: the group's own estimate, or a head on the policy's last hidden state at the end of the prompt."""
     lr_head: Positive = 3e-3
@@ -119,8 +119,8 @@ class Batch:
 
     prompts_per_batch: Count = 16
     """Prompts in a trainer batch [P]."""
-    samples_per_prompt: Annotated[int, Must("at least 2: log Z is the mean of K answers", lambda x: x >= 2)] = 16
-    """Answers per prompt in a trainer batch [K], at least 2: log Z is their mean."""
+    samples_per_prompt: Annotated[int, Must("at least 2: log Z is estimated from K answers", lambda x: x >= 2)] = 16
+    """Answers per prompt in a trainer batch [K], at least 2: log Z is estimated from them."""
     generate_per_prompt: int | None = None
     """Answers that a searcher writes per prompt [S >= K]. Default: K."""
     in_flight: int = 256
@@ -146,7 +146,7 @@ class Optimizer:
     weight_decay: Annotated[float, Must("0 or more, and finite", lambda x: 0 <= x < INF)] = 0.0
     """Decoupled weight decay of AdamW."""
     grad_clip: Annotated[float, Must("0 (no clipping) or more", lambda x: x >= 0)] = 1.0
-    """Largest norm of the gradient of beta^2 * loss; 0 is no clipping."""
+    """Largest norm of the policy's gradient, of beta^2 * TB (2 beta * another loss); 0 is no clipping."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ class Synchronisation:
     """How weights get to the searchers: from the trainer's GPU memory, or through shared host memory. `auto`: the first
     where it works."""
     max_staleness: Whole = 0
-    """Oldest answers that are trained on, in trainer updates since the weights that wrote their first token; older ones
-    leave the buffer, and the trainer waits for fresher ones. 0: no limit. Least: k - 1."""
+    """Largest age of an answer to train on, in trainer updates, counted from its first token. Older answers leave the
+    buffer. 0: no limit; otherwise at least k - 1."""
     inflight_updates: bool = True
     """eager: take new weights between two decode steps, while answers run. Off: let all of them end first."""
     recompute_kv: bool = False
@@ -213,7 +213,7 @@ SECTIONS = (Run, Length, Objective, Batch, Optimizer, Buffer, Synchronisation, F
 
 @dataclass(frozen=True)
 class Config(*reversed(SECTIONS)):  # reversed: a dataclass takes the fields of its last base first
-    """TBA, Trajectory Balance with Asynchrony: vLLM searchers, one trainer, a replay buffer between them."""
+    """TBA, Trajectory Balance with Asynchrony: searchers, one trainer, and a replay buffer between them."""
 
     @property
     def K(self) -> int:  # noqa: N802

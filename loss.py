@@ -1,4 +1,4 @@
-"""Trajectory balance (TB), from its first function to its last: tensors in, tensors out.
+"""Trajectory balance (TB): pure functions, tensors in and tensors out.
 
 A batch is P prompts x with K answers y each. For each answer, all [P, K]:
 
@@ -8,8 +8,8 @@ A batch is P prompts x with K answers y each. For each answer, all [P, K]:
 
     loss = mean over [P, K] of (log Z(x) + log pi_theta(y|x) - log pi_ref(y|x) - r(x, y) / beta)^2
 
-On answers that cover the space, the loss is zero exactly where pi_theta is the target: the policy with the best
-reward - beta * KL(pi_theta || pi_ref). That holds whoever wrote the answers: TB needs no importance weight, no critic.
+Over all possible answers, the loss is zero exactly where pi_theta is the target: the policy with the best value of
+reward - beta * KL(pi_theta || pi_ref). It does not matter who wrote them: TB needs no importance weight, no critic.
 Source: TBA (arXiv 2503.18929), section 3.2, equations 4 and 5; Malkin et al. 2022 (arXiv 2201.13259).
 """
 
@@ -37,9 +37,10 @@ def sequence_logprobs(token_logp: Tensor, lengths: Tensor) -> Tensor:
 
 
 def vargrad_log_z(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
-    """VarGrad's estimate of log Z(x): the value that balances the group on average. [P, K] x 3 -> [P] nats, detached.
+    """VarGrad's estimate of log Z(x): it makes the group's mean residual zero. [P, K] x 3 -> [P] nats, detached.
 
-    TBA equation 4. Detaching it leaves the gradient of the loss unchanged: the residuals of a group sum to zero.
+    TBA equation 4. d loss / d log Z is proportional to the sum of the group's residuals. That sum is zero here, so
+    detaching the estimate leaves the gradient of the loss unchanged.
     """
     return (log_ref + reward / beta - log_pi).mean(1).detach()
 
@@ -59,7 +60,7 @@ def tb_loss(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float, log_z:
             None: estimate it by VarGrad.
 
     Returns:
-        Scalar, nats squared. At small beta, values of 1e3 to 1e4 are normal; beta^2 * loss is in reward units.
+        Scalar, nats squared. At small beta, values of 1e3 to 1e4 are normal; beta^2 * loss is in reward units squared.
 
     Raises:
         ValueError: when the shapes are not [P, K], or beta is not above 0.
@@ -77,5 +78,8 @@ def tb_loss(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float, log_z:
 
 
 def log_target(log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
-    """The policy at which TB is zero: log of pi_ref(y|x) exp(r / beta) / Z(x). [P, all answers] x 2 -> the same."""
+    """The policy at which TB is zero: log of pi_ref(y|x) exp(r / beta) / Z(x). [P, all answers] x 2 -> the same.
+
+    For notebooks and tests: it can be computed where all answers can be listed.
+    """
     return (log_ref + reward / beta).log_softmax(-1)

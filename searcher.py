@@ -1,7 +1,7 @@
-"""A searcher: generate answers, score them, take log pi_ref, hand them to the buffer. It never waits for the trainer.
+"""A searcher: generate answers, score them, take log pi_ref, hand them to the buffer.
 
-`Searcher` is all between a generation engine and trajectories. The loop around it is sync.py's: in `eager` it goes step
-by step and keeps the engine full, in `barrier` and `onpolicy` it goes round by round.
+`Searcher` is all between a generation engine and trajectories. sync.py has the loop around it. In `eager` the loop goes
+step by step and keeps the engine full; in `barrier` and `onpolicy` it goes round by round.
 
 Departure from the published code: a trajectory is stamped with the versions of the weights that wrote its first and its
 last token, not with the trainer's clock, which would understate staleness.
@@ -101,9 +101,9 @@ class Searcher:
         return True
 
     def refill(self, limit: int) -> None:
-        """Ask the engine for groups until at least `limit` answers are in flight.
+        """Ask the engine for groups of S answers until at least `limit` answers are in flight.
 
-        Up to S - 1 more wait in the engine for a place, so that its batch is full when a part of a group has ended.
+        Groups are added whole, so up to S - 1 answers exceed the limit. They fill the places that become free.
         """
         if self.engine.in_flight >= limit:
             return
@@ -119,7 +119,7 @@ class Searcher:
         self._next_key += 1
 
     def step(self) -> list[Trajectory]:
-        """Generate for a moment; the groups that finished, scored."""
+        """One step of the engine; returns the groups that finished, scored."""
         self.beat()
         with self.clock.span("generate"):
             finished = self.engine.step()
@@ -164,12 +164,12 @@ class Searcher:
         self._next_uid += 1
         self.tokens += len(answer.tokens)
         self.truncated += answer.finish_reason == "length"
-        texts = (self._tokens(prompt_id), answer.tokens, answer.finish_reason)
+        content = (self._tokens(prompt_id), answer.tokens, answer.finish_reason)
         versions = (answer.version_first, answer.version_last)
-        return Trajectory(uid, prompt_id, *texts, reward, log_ref, answer.log_mu, *versions, self.uid[0])
+        return Trajectory(uid, prompt_id, *content, reward, log_ref, answer.log_mu, *versions, self.uid[0])
 
     def _reward(self, prompt_id: int, text: str) -> float:
-        """The task's reward, or 0 where it is no finite number or takes too long; that is counted and said."""
+        """The task's reward, or 0 where it is no finite number or takes too long. Such cases are counted and logged."""
         self.beat()
         self.undecodable += "\ufffd" in text
         prompt = self.task.train[prompt_id]
@@ -209,7 +209,7 @@ def main(
     """
     board, row = child.board, Board.SEARCHERS + index
     state = {name: int(board.get(row, name)) for name in Searcher.COUNTS}  # an earlier incarnation's
-    state |= {"begun": state["generated"] // config.S, "uid": 0}  # the groups that it left unfinished come again
+    state |= {"begun": state["generated"] // config.S, "uid": 0}  # as many groups come again as it left unfinished
     events = EventLog(out / f"events-searcher-{index}.jsonl" if config.event_log else None)
     events.write("start", incarnation=incarnation)
     parts = load_parts(child, config, folder, index, incarnation)
@@ -233,7 +233,7 @@ def main(
 
 
 class Report:
-    """Counters of a searcher: onto the board after every step, into its JSONL file about once a second."""
+    """Counters of a searcher: to the notice board when it is called, to its JSONL file about once per second."""
 
     def __init__(self, searcher: Searcher, board: Board, row: int, file: JsonLines) -> None:
         self.searcher, self.board, self.row, self.file = searcher, board, row, file

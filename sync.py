@@ -1,19 +1,21 @@
 """The three ways to synchronise (`--sync`), side by side: the part of the trainer, of a searcher, and of the parent.
 
              trainer                          searcher                              parent
-  eager      draws the next batch while it    keeps its engine full, hands over     nothing
-             learns; publishes every k        groups as they finish, takes new
-             updates; never pauses            weights between two decode steps
+  eager      draws up to two batches ahead    keeps its engine full, hands over     nothing
+             while it learns; publishes       groups as they finish, takes new
+             every k updates                  weights between two engine steps
   barrier    calls a sync before update 0,    writes rounds into D_local; at a      empties the recency pool and
-             k, 2k ... and waits for its      sync merges it, loads the weights,    opens the sync; ends it when all
-             end; draws nothing ahead         and waits for the end                 searchers that live have merged
+             k, 2k ..., and when there is     sync merges it, loads the weights,    opens the sync; ends it when all
+             too little to train on; waits    and waits for the end                 searchers that live have merged
+             for its end
   onpolicy   generates a batch itself with    none                                  nothing
              the newest weights, learns
              from it once, forgets it
 
-`barrier` is the paper's protocol (arXiv 2503.18929, section 3.1). `eager` is ours: nobody ever waits for a sync.
-Its signals travel over the notice board. Field "sync" holds a number: the trainer's is the sync that it wants, the
-parent's the one that is open, a searcher's the last one that it took part in; "go" is the last one that is over.
+`barrier` is the paper's protocol (arXiv 2503.18929, section 3.1). `eager` is ours: nobody ever waits for a sync. A step
+of vLLM is one token of each answer; a step of `hf` is a batch to its end. The signals of `barrier` are numbers on the
+notice board, where each process writes its own row. The trainer's "sync" is the sync that it wants, the parent's the
+one that is open, a searcher's the last one that it took part in. The parent's "go" is the last one that has ended.
 """
 
 from __future__ import annotations
@@ -78,12 +80,7 @@ class Batches(Protocol):
 
 
 class _FromSearchers:
-    """The part that `eager` and `barrier` share.
-
-    Args:
-        child: the trainer's process.
-        progress: of the checkpoint that a resumed run starts from: step, trained.
-    """
+    """The part that `eager` and `barrier` share; `progress` is that of a resumed run's checkpoint."""
 
     def __init__(self, buffer: RemoteBuffer, config: Config, child: Child, progress: dict | None = None) -> None:
         self.buffer, self.config, self.child, self.board, self.clock = buffer, config, child, child.board, child.clock
@@ -100,9 +97,9 @@ class _FromSearchers:
 
 
 class EagerBatches(_FromSearchers):
-    """The trainer: a thread draws the next batch while the trainer learns from the one before.
+    """The trainer: a thread draws batches ahead; one waits in the queue, and one in the thread.
 
-    The clock records each wait under its cause, and draws as a track of their own.
+    The clock records each wait under its cause, and draws on a track of their own.
     """
 
     def __init__(self, buffer: RemoteBuffer, config: Config, child: Child, progress: dict | None = None) -> None:
@@ -158,7 +155,7 @@ class EagerBatches(_FromSearchers):
 
 
 def eager_searcher(searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, report: Report) -> None:
-    """A searcher: keep the engine full, hand groups over as they finish, take new weights between two decode steps."""
+    """A searcher: keep the engine full, hand groups over as they finish, take new weights between two steps."""
     while not report.board.stopping:
         if searcher.pull(weights):
             searcher.refill(searcher.config.in_flight)
@@ -180,7 +177,7 @@ class BarrierBatches(_FromSearchers):
         if step % c.sync_every == 0 or not self._syncs:  # a resumed run starts with one too
             self._sync()
         while not self.board.stopping:
-            if may_update(c, self.generated(), step * c.batch_size):
+            if may_update(c, self.generated(), step * c.batch_size):  # D_local counts as generated
                 with self.clock.span("sample"):
                     batch = draw(self.buffer, c, step)
                 if batch is not None:
@@ -198,7 +195,7 @@ class BarrierBatches(_FromSearchers):
 def barrier_searcher(searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, report: Report) -> None:
     """A searcher: write rounds into D_local; at a sync merge it, load the new weights, wait until all have done so."""
     board, row = report.board, report.row
-    board.set(row, "sync", board.get(Board.PARENT, "go"))  # syncs that are over need nothing from one that comes late
+    board.set(row, "sync", board.get(Board.PARENT, "go"))  # a searcher that starts late skips the syncs that have ended
     d_local: list[Trajectory] = []
     prompts = max(1, searcher.config.in_flight // searcher.config.S)
     while not board.stopping:

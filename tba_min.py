@@ -68,7 +68,7 @@ class Run:
     """
 
     def __init__(self, config: Config, note: str | None = None) -> None:
-        # torch.multiprocessing is this module plus reducers for tensors, which children register as they import torch
+        # torch.multiprocessing is this, and the pickling of tensors: importing torch adds that in a child
         self.ctx = multiprocessing.get_context("spawn")
         self.started = time.time()
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.task.split(':')[0]).stem}-{os.getpid()}"
@@ -80,7 +80,8 @@ class Run:
         self.board = Board(self.ctx, config.searchers)
         # all processes' sockets lie in a folder that is removed with the parent
         self.address = os.path.join(multiprocessing.util.get_temp_dir(), "weights")
-        if len(self.address) > 97:  # a socket's path may have 107 bytes, and others there have names of 17
+        # a socket's path may have 107 bytes (macOS: 103), and others there have names of 17, ten more than this
+        if len(os.fsencode(self.address)) > (93 if sys.platform == "darwin" else 97):
             raise ConfigError(f"TMPDIR {tempfile.gettempdir()}: too long a path for local sockets, name a shorter one")
         self.log = logging.getLogger("tba_min")
         self.interrupts = 0
@@ -200,9 +201,9 @@ class Run:
             try:
                 if barrier:
                     lead_sync(self.board, self.buffer, self.absent)
-            except (EOFError, OSError):  # the buffer's process has died
+            except (EOFError, OSError) as error:
                 self._blame_those_behind("trainer")
-                raise
+                raise Failed(f"the buffer's process does not answer: {type(error).__name__}") from None
             self.screen.tick()
 
     def _heard(self, name: str, kind: str, value: Any) -> None:
@@ -228,7 +229,7 @@ class Run:
             self._raised(name, *value)
 
     def _raised(self, name: str, error: str, traceback: str, place: str) -> None:
-        """A child's last words. A searcher that fails for the first time is started again when it has ended."""
+        """A child's last words. A searcher is started again when it has ended, unless the same error came before."""
         self._blame_those_behind(name)
         kind = (error.split(":")[0], place)
         if kind in self.errors.values():
@@ -239,8 +240,8 @@ class Run:
         self.errors[name] = kind
 
     def _blame_those_behind(self, name: str) -> None:
-        """When the Manager or the trainer has died, whatever others say is a consequence."""
-        for cause in {"buffer": ("buffer",), "trainer": ("buffer",)}.get(name, ("buffer", "trainer")):
+        """If the Manager or the trainer has died, report that: an error of `name` is a consequence."""
+        for cause in ("buffer",) if name == "trainer" else ("buffer", "trainer"):
             if self.children.is_gone(cause, 0.5):
                 self._died(cause, self.children.how_it_ended(cause))
 

@@ -1,7 +1,7 @@
 """The trainer: draw a batch, log-probabilities, loss, backward, step, publish.
 
-`Learner` is one update on one batch, from top to bottom. `Trainer` is the loop around it. sync.py says where batches
-come from: that is all in which the three ways of `--sync` differ here. A new objective is one more entry of OBJECTIVES.
+`Learner` is one update on one batch, from top to bottom. `Trainer` is the loop around it, the same for every `--sync`:
+sync.py says where batches come from. A new objective is one more entry of OBJECTIVES, and of config.py's `loss`.
 
 Departures from the published code: weights are fp32 under bf16 autocast, a micro-batch holds whole groups, and metrics
 are those of the whole update.
@@ -76,7 +76,7 @@ class Learner:
         if config.loss == "vtrace" or (config.loss == "tb" and config.log_z == "learned"):
             self.head = torch.nn.Linear(model.config.hidden_size, 1).to(model.device)
             torch.nn.init.zeros_(self.head.weight)
-        # TBA' moves its reference, so that the log pi_ref which searchers stored is stale
+        # TBA' moves its reference. The log pi_ref that searchers stored is then stale, so the trainer keeps its own.
         self.reference = copy.deepcopy(model).requires_grad_(False) if config.loss == "tba_prime" else None
         if config.gradient_checkpointing:
             checkpoint_layers(model)
@@ -152,7 +152,7 @@ class Learner:
     def _loss(self, a: Answers, groups: Batch) -> tuple[Tensor, dict[str, float]]:
         """The loss, scaled so that gradients have the same size at every beta, and metrics."""
         loss = OBJECTIVES[self.config.loss](a, self.config)
-        # beta^2 TB is in reward units squared; 2 beta times another loss has its gradient where the two are the same
+        # where another loss is TB (baselines.py), 2 beta times its gradient is that of beta^2 * TB
         scale = a.beta**2 if self.config.loss == "tb" else 2 * a.beta
         self._check_finite(loss, a, groups)
         with torch.no_grad():
@@ -170,7 +170,7 @@ class Learner:
         if torch.isfinite(loss):
             return
         values = (a.log_pi, a.log_ref, a.reward)
-        size = torch.stack([x.detach().abs().nan_to_num(torch.inf) for x in values]).amax((0, 2))  # [P]
+        size = torch.stack([x.detach().abs().nan_to_num(torch.inf, torch.inf) for x in values]).amax((0, 2))  # [P]
         p = int(size.argmax())  # the first that is not finite, otherwise the largest
         log_pi, log_ref, reward = ([round(v, 3) for v in x[p].tolist()] for x in values)
         raise FloatingPointError(
@@ -219,7 +219,7 @@ class Trainer:
         self.events = EventLog(self.out / "events-trainer.jsonl" if self.config.event_log else None)
 
     def run(self) -> dict:
-        """Train to the end of the steps, the time or the patience of the parent; returns the summary."""
+        """Train until --steps, --max-seconds or the parent's stop; returns the summary."""
         if not self.accuracies:
             self._evaluate()
         while self._goes_on():
@@ -350,7 +350,8 @@ def main(
     progress = read_json(Path(start) / "progress.json") if start else {}
     keep_rows_before(out / "metrics.jsonl", progress.get("step", 0))
     if config.sync == "onpolicy":
-        from searcher import Searcher, load_parts
+        from runtime.loading import load_parts
+        from searcher import Searcher
 
         parts = load_parts(child, config, folder, 0, 0, model if config.engine == "hf" else None)
         generator = Searcher(parts, config, 0, 0, child.clock, child.beat, state=progress.get("source"))
@@ -373,5 +374,5 @@ def main(
     except (OSError, EOFError) as error:  # EOFError: the Manager is gone
         summary["checkpoint"], summary["problem"] = None, f"the last checkpoint was not written: {error}"
     child.tell("done", summary)
-    if publisher and child.device != "cpu":  # memory of a GPU goes with its owner, under the hands of its readers
-        publisher.wait_for_readers(1.5)  # the parent's patience ends after 2 s
+    if publisher and child.device != "cpu":  # a GPU's memory is freed when this process ends: readers go first
+        publisher.wait_for_readers(1.5)  # the parent kills this process after 2 s

@@ -160,11 +160,16 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back around the start of a process: the child never sees it, the parent does afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda *_: came.append(1))  # numpy's threads take it although it is blocked
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child starts with the mask of this thread
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 class RunLog(logging.FileHandler):

@@ -181,7 +181,7 @@ def test_a_killed_parent_leaves_nobody(start_job, tiny_folder):
     job.assert_nothing_left(family)
 
 
-@pytest.mark.parametrize("m", [0, 1])
+@pytest.mark.parametrize("m", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ages_of_what_is_drawn(start_job, tiny_folder, m):
     """End to end: m = 1 draws from the newest 8 groups of 4 only, m = 0 from all that was ever stored."""
     args = ["--recency-prob", m, "--recent-groups", 8, "--steps", 60, "--replay-ratio", 1, "--max-seconds", 0]
