@@ -5,13 +5,14 @@
 #
 # Run time: about 10 seconds on 2 cores. Notebook 2 explains *searcher*, *trainer*, *replay buffer* and *age*.
 #
-# A run of this project is one trainer and N searchers. Searchers write answers with the weights that they have; the
-# trainer changes weights. Sometimes the searchers must get the new ones: that is a **sync**. There are three ways to
-# organise it, and they differ in one thing only: who waits.
+# A run of this project is one trainer and N searchers. Searchers write answers with the weights that they have. The
+# trainer changes the weights. Sometimes the searchers must get the new ones: this is a **sync**. There are three ways
+# to organise it. They differ in one thing only: who waits.
 #
-# Real processes are hard to watch, so we play the protocols on a **fake clock** (`fake_clock.py`): a list of events,
-# each with a time; the earliest one happens, time jumps to it, and what it causes is put on the list. No process runs and
-# nobody sleeps. But the replay buffer, the rule by which it is drawn from, and the order of prompts are the real ones.
+# Real processes are hard to watch, so we play the protocols on a **fake clock** (`notebooks/fake_clock.py`): a list of
+# events, each with a time. The earliest event happens, time jumps to it, and the events that it causes join the list.
+# No process runs and nobody sleeps. But the replay buffer, its drawing rule, and the order of prompts are the real
+# ones.
 
 # %%
 import sys
@@ -30,26 +31,26 @@ from notebooks.toy import World
 torch.set_num_threads(1)  # small tensors: one thread is fastest
 
 # %% tags=["parameters"]
-FAST = False  # True: as the tests do, fewer updates in the last plot
+FAST = False  # True: fewer updates in the last plot, as the tests do
 N = 3  # searchers
-SYNC_EVERY = 2  # trainer updates between two publications of the weights, called k
+SYNC_EVERY = 2  # called k: trainer updates between two publications of the weights
 SPREAD = 0.6  # how much the time for an answer varies; 0: not at all
 UPDATES = 60
 
 # %% [markdown]
 # ## The three ways
 #
-# - **on-policy**: all devices write answers with the newest weights, until there is a batch. Then the trainer learns
-#   from it, and all others wait. Then weights go out, and so on. (*On-policy* means: the policy learns only from what it
-#   wrote itself, just now.)
-# - **barrier**: the paper's protocol. The searchers write on while the trainer learns. Every $k$ updates all pause: what
-#   the searchers wrote goes into the buffer, weights go out, and when everyone is there, all go on.
-# - **eager**: nobody pauses. A searcher puts answers into the buffer as they are finished, and takes new weights when
-#   there are some, between two answers.
+# - **on-policy**: all devices write answers with the newest weights until there is a batch. Then the trainer learns
+#   from it while all others wait. Then weights go out, and so on. (*On-policy* means: the policy learns only from
+#   answers that it wrote itself, just now.)
+# - **barrier**: the paper's protocol. The searchers keep writing while the trainer learns. Every $k$ updates all pause:
+#   the searchers' answers go into the buffer, weights go out, and when everyone is there, all go on.
+# - **eager**: nobody pauses. A searcher puts answers into the buffer as they are finished. Between two answers, it
+#   takes new weights if there are any.
 #
-# Here a batch is 8 prompts with 8 answers each. A searcher needs 1 second for a group of 8 answers, more or less; the
-# trainer needs 4 seconds for an update; sending or loading weights takes a quarter of a second. No answer is trained on
-# more often than once on average.
+# Here a batch is 8 prompts with 8 answers each. A searcher needs about 1 second for a group of 8 answers. The trainer
+# needs 4 seconds for an update. Sending or loading weights takes a quarter of a second. On average, no answer is
+# trained on more than once.
 
 # %%
 setting = Setting(
@@ -83,18 +84,18 @@ panels = {
 figures.picture(figures.gantt(panels, 20.0, "The first 20 seconds: hatched is waiting"))
 
 # %% [markdown]
-# **Answer:** on-policy everyone waits twice in every round: for the slowest answer, and then for the trainer. At a barrier
-# everyone waits for the answer that is in the works on the slowest searcher. Eager: nobody waits, once there is a first
-# batch. (Three searchers write 3 groups a second here, and the trainer needs 8 every 4 seconds. Were there fewer, it would
-# have to wait in every protocol; notebook 4 asks about that.)
+# **Answer:** on-policy, everyone waits twice in every round: for the slowest answer, and then for the trainer. At a
+# barrier, everyone waits for the slowest searcher to finish its answer. Eager: nobody waits, once there is a first
+# batch. (Three searchers write 3 groups per second here, and the trainer needs 8 every 4 seconds. With fewer groups, it
+# would have to wait in every protocol; notebook 4 studies this case.)
 #
 # ## The price: age
 #
-# What is gained in time is paid in *age*: the trainer learns from answers that older weights wrote. (We draw from the
-# newest data only here, $m = 1$, so that all age is the protocol's.)
+# We pay for the saved time with *age*: the trainer learns from answers that older weights wrote. (Here we draw from the
+# newest data only, $m = 1$, so that all age comes from the protocol.)
 #
-# > **Predict:** on-policy, all ages are 0. What does the age look like over time in `barrier` with $k = 2$? In `eager`? And
-# > the loss below it (trajectory balance, TB, of notebook 1, on 32 prompts of its kind): does it suffer?
+# > **Predict:** on-policy, all ages are 0. How does the age change over time in `barrier` with $k = 2$? In `eager`?
+# > Below is the loss (trajectory balance, TB, of notebook 1, on 32 prompts of its kind): does it suffer?
 
 
 # %%
@@ -109,15 +110,15 @@ title = f"Barrier learns from data {mean_age['barrier']:.1f} updates old, eager 
 figures.picture(figures.curves_above(ages, losses, "seconds (fake)", ylabels, title, log=("bottom",)))
 
 # %% [markdown]
-# **Answer:** barrier alternates between 2 and 3. What is merged at a sync was written with the weights of the sync before,
-# so it is $k$ updates old when it is first drawn, and $2k - 1$ before the next sync. Eager is without that rhythm, and
-# younger: it need not wait for a sync to use an answer. The loss falls in all three ways (it is averaged over 10 updates
-# here), and each curve ends when its updates are done: in seconds, eager is there first.
+# **Answer:** barrier alternates between 2 and 3. Answers merged at a sync were written with the weights of the sync
+# before. So they are $k$ updates old when first drawn, and $2k - 1$ before the next sync. Eager lacks this rhythm and
+# is younger: it need not wait for a sync to use an answer. The loss falls in all three ways (it is averaged over 10
+# updates here). Each curve ends when its updates are done: in seconds, eager is there first.
 #
 # ## Who says how old an answer is?
 #
-# It seems natural to stamp an answer, when it is finished, with the trainer's count of updates at that moment. That is
-# **wrong**: the weights that wrote it are older, from the last time that the searcher loaded some.
+# It seems natural to stamp a finished answer with the trainer's count of updates at that moment. This is **wrong**: the
+# weights that wrote it are older. The searcher loaded them some time before.
 #
 # > **Predict:** for `barrier` with $k = 8$, by how much is the wrong stamp off?
 
@@ -131,8 +132,8 @@ title = f"The trainer's clock makes data look {off:.1f} updates younger than it 
 figures.picture(figures.curves(series, "trainer updates", "mean age [trainer updates]", title))
 
 # %% [markdown]
-# **Answer:** by about half of $k$: while the searcher writes with its old weights, the trainer's clock goes on. `searcher.py`
-# stamps a trajectory with the version that its engine had loaded when the prompt was handed to it.
+# **Answer:** by about half of $k$: while the searcher writes with its old weights, the trainer's clock goes on.
+# `searcher.py` stamps a trajectory with the version that its engine had loaded when the prompt was handed to it.
 #
 # ## How often to sync?
 #
@@ -153,27 +154,29 @@ ylabels = ("mean age\n[trainer updates]", "trainer waits\n[share of time]")
 figures.picture(figures.curves_above(old, idle, "k [trainer updates]", ylabels, title))
 
 # %% [markdown]
-# **Answer:** barrier must choose between waiting (small $k$) and old data (large $k$). Eager hardly waits at any $k$, so it
-# can take $k = 1$: its data is nearly as young as barrier's at $k = 1$, and nobody has waited for that. This is why eager is
-# the default here, though the paper describes the barrier.
+# **Answer:** barrier must choose between waiting (small $k$) and old data (large $k$). Eager hardly waits at any $k$,
+# so it can take $k = 1$: its data is nearly as young as barrier's at $k = 1$, and nobody has waited for it. So eager is
+# the default here, although the paper describes the barrier.
 #
 # ## What to take away
 #
-# - On-policy: everyone waits for the slowest, in turn. Barrier: everyone waits every $k$ updates. Eager: only for want of data.
-# - In barrier, ages are $k$ to $2k - 1$. In eager they follow from how long an answer takes.
-# - An answer is as old as the weights that wrote it. The trainer's clock flatters.
+# - On-policy: everyone waits for the slowest, in turn. Barrier: everyone waits every $k$ updates. Eager: only a lack of
+#   data causes waits.
+# - In barrier, ages are $k$ to $2k - 1$. In eager they depend on how long an answer takes.
+# - An answer is as old as the weights that wrote it. The trainer's clock makes it look younger.
 #
 # ## Exercises
 #
 # 1. Set `N = 1`. Who waits now? What is the smallest number of searchers that keeps the trainer busy in `eager`?
-# 2. Set `SPREAD = 0`. What remains of barrier's and on-policy's waiting? Then 1.2: which of the three protocols suffers most?
+# 2. Set `SPREAD = 0`. How much do barrier and on-policy still wait? Then 1.2: which of the three protocols suffers
+#    most?
 
 # %%
 # What this notebook claims:
 assert max(age for u in stories["onpolicy"].updates for age in u.ages) == 0
 settled = [u.ages for u in stories["barrier"].updates[8:]]
 expected = np.mean([age in (SYNC_EVERY, 2 * SYNC_EVERY - 1) for ages in settled for age in ages])
-assert expected > 0.9  # and not always: a pool that lacks prompts is filled up with older ones
+assert expected > 0.9  # not always: when the pool lacks prompts, the batch takes older ones
 seconds = {name: story.seconds for name, story in stories.items()}
 assert seconds["eager"] < 0.95 * seconds["barrier"] < 0.95 * seconds["onpolicy"]
 assert stories["eager"].idle_searchers() == 0 and stories["onpolicy"].idle_searchers() > 0.4

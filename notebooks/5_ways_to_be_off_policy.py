@@ -6,10 +6,10 @@
 # Run time: about 1 minute on 2 cores. You need notebook 1: reward, policy, target, Kullback–Leibler divergence (KL),
 # trajectory balance (TB), policy gradient.
 #
-# The policy that wrote an answer is called the **behaviour policy**, $\mu$. When $\mu$ is the policy $\pi$ that is being
-# trained, learning is *on-policy*; otherwise it is *off-policy*. Asynchronous training is always a little off-policy: while an
-# answer is written and waits in the buffer, the trainer goes on. The number of updates in between is the **lag**. How
-# much lag does a method bear, and what must it know about $\mu$ for that?
+# The policy that wrote an answer is called the **behaviour policy**, $\mu$. When $\mu$ is the policy $\pi$ that is
+# being trained, learning is *on-policy*; otherwise it is *off-policy*. Asynchronous training is always a little
+# off-policy: while an answer is written and waits in the buffer, the trainer goes on. The number of updates in between
+# is the **lag**. How much lag does a method tolerate, and what must it know about $\mu$ for that?
 
 # %%
 import sys
@@ -35,21 +35,22 @@ SEEDS = 2 if FAST else 5
 # %% [markdown]
 # ## Four ways
 #
-# All four see the same: $K = 16$ answers that the policy of `lag` updates ago wrote, with their rewards. $R$ is, as in
-# notebook 1, the reward less the price of having moved away from the reference; $\bar R$ is the group's mean.
+# All four see the same data: $K = 16$ answers that the policy of `lag` updates ago wrote, with their rewards. As in
+# notebook 1, $R$ is the reward minus the price of moving away from the reference; $\bar R$ is the group's mean.
 #
-# | way | what it makes smaller | what it must know of $\mu$ |
+# | way | it makes this smaller | it must know this about $\mu$ |
 # | --- | --- | --- |
 # | **TB** | $(\log Z + \log \pi - \log \pi_\text{ref} - r/\beta)^2$ | nothing |
 # | **frozen KL** | $-(R_\mu - \bar R_\mu) \log \pi$ with $R_\mu = r - \beta (\log \mu - \log \pi_\text{ref})$ | $\log \mu$ of the answer, and that $\mu$ is nearly $\pi$ |
 # | **clipped IS** | $-\min(\pi/\mu,\, 8)\, (R - \bar R) \log \pi$ | $\log \mu$ of the answer |
 # | **V-trace** | like clipped IS, token by token, with a critic | $\log \mu$ of every token, and a critic |
 #
-# - *Frozen KL* is what much software for RL (reinforcement learning) from human feedback does: the price is worked out once,
-#   when the answer is written, and stays with it.
+# - Much software for RL (reinforcement learning) from human feedback uses *frozen KL*: the price is computed once, when
+#   the answer is written, and never again.
 # - *IS* is **importance sampling**: an answer that $\pi$ would write twice as often as $\mu$ counts twice. The factor
 #   $\pi/\mu$ is the **importance weight**. It is clipped, here at 8, because one huge weight would drown all others.
-# - *V-trace* (from the IMPALA system) needs a **critic**: a second model that guesses the reward to come after each token.
+# - *V-trace* (from the IMPALA system) needs a **critic**: a second model that guesses the future reward after each
+#   token.
 #
 # On fresh answers the first three have *the same gradient* (up to a factor that we have taken out, so that a learning
 # rate means the same to each). V-trace differs by its critic. **Check**, on the same 16 answers:
@@ -62,10 +63,10 @@ for name, g in gradients.items():
     print(f"{name:12} longest difference from TB's: {(g - gradients['TB']).abs().max():.1e} of {g.abs().max():.1e}")
 
 # %% [markdown]
-# ## How far does each bear lag?
+# ## How much lag does each tolerate?
 #
-# > **Predict:** one curve for each way: the KL to the exact target at the end of learning, against the lag. Which ones rise?
-# > In which order?
+# > **Predict:** one curve for each way: the KL to the exact target at the end of learning, against the lag. Which ones
+# > rise? In which order?
 
 # %%
 names = ("TB", "clipped IS", "V-trace", "frozen KL")
@@ -83,15 +84,15 @@ figures.picture(
 )
 
 # %% [markdown]
-# **Answer:** only frozen KL rises; at a large lag it ends *further* from the target than it began. TB, clipped IS and V-trace
-# stay flat. **TB and clipped IS are a tie**: seeds differ more than their medians do. V-trace ends about three times as high,
-# but at lag 0 too: that is its critic, which is learnt on the way and adds noise, not the lag.
+# **Answer:** only frozen KL rises. At a large lag it ends *further* from the target than it began. TB, clipped IS and
+# V-trace stay flat. **TB and clipped IS are a tie**: seeds differ more than their medians do. V-trace ends about three
+# times as high, but at lag 0 too: the cause is not the lag but its critic, which learns on the way and adds noise.
 #
-# Why does frozen KL fail? The price pulls the policy back towards the reference, once it has gone too far. Frozen, the
-# pull is that of `lag` updates ago: it comes too late, like steering a ship whose wheel answers after a minute. The
-# policy overshoots, again and again. TB takes $\log \pi$ anew in every update.
+# Why does frozen KL fail? The price pulls the policy back towards the reference when it has gone too far. A frozen pull
+# is `lag` updates old. It comes too late, like steering a ship that turns a minute after the wheel. The policy
+# overshoots, again and again. TB takes $\log \pi$ anew in every update.
 #
-# > **Predict:** what does "again and again" look like over time, at lag 20?
+# > **Predict:** how does "again and again" look over time, at lag 20?
 
 # %%
 at = LAGS.index(20)
@@ -103,16 +104,16 @@ title = f"Lag 20: with the KL frozen, the policy swings about a KL {floor:.0f} t
 figures.picture(figures.curves(series, "trainer updates", "KL(π ‖ π*) [nats]", title, log="y"))
 
 # %% [markdown]
-# **Answer:** frozen KL comes near the target at first, even as fast as TB, and then can't stay there.
+# **Answer:** frozen KL comes near the target at first, as fast as TB, and then can't stay there.
 #
 # ## How much does the lag matter? Ratios and effective sample size
 #
-# How different are $\pi$ and $\mu$ after that many updates? Look at the importance weights $\pi/\mu$ of the drawn answers. If all
-# were 1, sixteen answers would count as sixteen. If one is huge and the others tiny, they count as one. The **effective
-# sample size** is the number in between, $(\sum w)^2 / \sum w^2$.
+# How different are $\pi$ and $\mu$ after so many updates? Look at the importance weights $\pi/\mu$ of the drawn
+# answers. If all weights are 1, sixteen answers count as sixteen. If one is huge and the others tiny, they count as
+# one. The **effective sample size** is the number in between, $(\sum w)^2 / \sum w^2$.
 #
-# > **Predict:** early in learning (updates 50 to 150), for each lag: how broad is the histogram of the weights? When learning
-# > is done?
+# > **Predict:** early in learning (updates 50 to 150), for each lag: how broad is the histogram of the weights? And
+# > when learning is done?
 
 # %%
 early, late = slice(50, 150), slice(UPDATES - 100, UPDATES)
@@ -137,10 +138,10 @@ title = f"Early on, at lag {LAGS[-1]}, 16 answers weigh as much as {worth:.0f}"
 figures.picture(figures.curves(series, "lag [trainer updates]", "effective sample size / K", title))
 
 # %% [markdown]
-# **Answer:** early on, an answer of 100 updates ago is often half or twice as probable now as when it was written, sometimes an
-# eighth, and importance sampling makes a quarter of the sample worthless; at lag 200 more. At the end all weights are 1 again, at any lag: the policy hardly
-# moves any more, and old data is as good as new. That is why methods that differ a lot early can end alike, and why
-# "lag" says little without "how far does the policy move in that many updates".
+# **Answer:** early on, an answer of 100 updates ago is often half or twice as probable now as when it was written,
+# sometimes an eighth. Importance sampling makes a quarter of the sample worthless, and more at lag 200. At the end all
+# weights are 1 again, at any lag: the policy hardly moves any more, and old data is as good as new. So methods that
+# differ a lot early can end alike. And "lag" says little without "how far does the policy move in so many updates".
 #
 # ## The knobs: when is there no contrast?
 #
@@ -159,10 +160,10 @@ title = f"The contrast hangs on the knobs: frozen KL is {least:.1f} to {most:.0f
 figures.picture(figures.curves(worse, "learning rate of Adam", "final KL, frozen KL / TB", title, log="xy"))
 
 # %% [markdown]
-# **Answer:** with small steps the policy moves little in 20 updates, nothing is really old, and the two tie (a ratio of 1). With large
-# steps, frozen KL is worse by orders of magnitude. A large $\beta$ brings that on earlier, for it is $\beta$ that the late
-# pull is multiplied by. So never believe a comparison of off-policy methods at one learning
-# rate. (`bench/lag.py` does it for more settings, and reports where *every* loss fails.)
+# **Answer:** with small steps the policy moves little in 20 updates, nothing is really old, and the two tie (a ratio of
+# 1). With large steps, frozen KL is worse by orders of magnitude. A large $\beta$ brings this on earlier, because
+# $\beta$ multiplies the late pull. So never believe a comparison of off-policy methods at one learning rate.
+# (`python -m bench.lag` compares more settings, and reports where *every* loss fails.)
 #
 # > **Predict:** clipped IS at the largest lag, with the clip at 1, 2, 8, 100. Does the clip matter?
 
@@ -177,11 +178,12 @@ title = f"Where the weights are clipped hardly matters here: final KLs within a 
 figures.picture(figures.curves(series, "clip", "final KL(π ‖ π*) [nats]", title, log="x", dashed=("TB",)))
 
 # %% [markdown]
-# **Answer:** hardly, on this game (8 and 100 are one: no weight gets that large). 256 answers and rewards between 0 and 1 make no weight so large that it ruins a mean, and where
-# learning ends all weights are 1. With long answers the weight of an answer is a product over hundreds of tokens, and this
-# would look different. What this notebook can't show you is a game in which TB is *better* than well-clipped importance sampling.
-# What TB saves is knowing $\mu$ at all: with weights that change in mid-answer, several engines, or answers from a file,
-# $\log \mu$ may be wrong or missing, and TB doesn't ask.
+# **Answer:** hardly, on this game (8 and 100 give the same: no weight gets so large). With 256 answers and rewards
+# between 0 and 1, no weight is large enough to ruin a mean, and at the end of learning all weights are 1. With long
+# answers, the weight is a product over hundreds of tokens, and the result would differ. This notebook can't show you a
+# game in which TB is *better* than well-clipped importance sampling. TB's advantage is that it need not know $\mu$ at
+# all: with weights that change in mid-answer, several engines, or answers from a file, $\log \mu$ may be wrong or
+# missing. TB doesn't ask.
 #
 # ## What to take away
 #
@@ -194,7 +196,8 @@ figures.picture(figures.curves(series, "clip", "final KL(π ‖ π*) [nats]", ti
 #
 # ## Exercises
 #
-# 1. Add `"frozen KL + IS"` to `names`: importance sampling with the frozen price. Does the weight cure it, or was it the price?
+# 1. Add `"frozen KL + IS"` to `names`: importance sampling with the frozen price. Does the weight cure it, or was the
+#    price the cause?
 # 2. Set `RATE = 0.005`. Which of the claims of this notebook still hold? (The assertions below tell you.)
 
 # %%

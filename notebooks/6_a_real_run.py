@@ -3,15 +3,15 @@
 #
 # **Question: does it work on a language model?**
 #
-# Run time: about 3 minutes on 2 cores (4 runs, each with its own start-up; one more minute makes the start model, once),
-# or 10 seconds with `REPLAY = True`.
+# Run time: about 3 minutes on 2 cores (4 runs, each with its own start-up; one more minute makes the start model,
+# once), or 10 seconds with `REPLAY = True`.
 #
-# The notebooks before this one used games that can be counted. Here is the real thing: a small language model, a searcher
-# with vLLM (an engine that writes answers fast), a trainer, a replay buffer, each a process of its own. We start it
-# from here as you would from the command line, wait, and read the folder that it leaves. Then we make one mistake at a
-# time, and look what becomes of it.
+# The notebooks before this one used games that can be counted. Here is the real thing: a small language model, a
+# searcher with vLLM (an engine that writes answers fast), a trainer, a replay buffer, each a process of its own. We
+# start it from here as you would from the command line, wait, and read the folder that it leaves. Then we make one
+# mistake at a time and look at the result.
 #
-# With `REPLAY = True` we read four runs that were saved in `notebooks/saved/` (made by `python -m notebooks.save_runs`).
+# With `REPLAY = True` we read four saved runs from `notebooks/saved/` (made by `python -m notebooks.save_runs`).
 
 # %%
 import sys
@@ -26,26 +26,26 @@ from notebooks import figures
 from notebooks.saved_run import obtain
 
 # %% tags=["parameters"]
-FAST = False  # True: as the tests do
+FAST = False  # True: set by the tests
 REPLAY = FAST  # True: read the saved runs instead of starting new ones
 STEPS = 200  # trainer updates of each run
-CACHE = "../.cache"  # where start models are kept
+CACHE = "../.cache"  # folder of start models
 SEED = 0
 
 # %% [markdown]
 # ## The task
 #
-# Two-digit addition, one character a token: the prompt `37+58=` wants the answer `095`. The model is a Llama of 345,000
-# parameters that has first learnt to add, and then to be careless: it forgets carries. Its reward is 1 for the right
-# answer and 0 for any other. Held-out problems, that no process ever trains on, tell how good it is.
+# The task is two-digit addition, one character per token: the answer to the prompt `37+58=` is `095`. The model is a
+# Llama of 345,000 parameters. It first learnt to add, and then to be careless: it forgets carries. Its reward is 1 for
+# the right answer and 0 for any other. Held-out problems, which no process ever trains on, measure how good it is.
 #
 # The mistakes, one option each:
 #
-# | run | option | what it means |
+# | run | option | meaning |
 # | --- | --- | --- |
 # | default | | $m = 0.75$, $k = 1$, $\beta = 0.1$ |
 # | m = 0 | `--recency-prob 0` | the trainer never prefers new answers (notebook 2) |
-# | k = 100 | `--sync-every 100` | weights reach the searcher every 100 updates only (notebook 3) |
+# | k = 100 | `--sync-every 100` | weights reach the searcher only every 100 updates (notebook 3) |
 # | β = 0.002 | `--beta 0.002` | moving away from the start model costs nearly nothing (notebook 1) |
 
 # %%
@@ -60,18 +60,18 @@ MISTAKES = {
 default = obtain("default", OPTIONS, REPLAY)
 
 # %% [markdown]
-# > **Predict:** before learning it gets about a third of the held-out problems right. Within 200 trainer updates, what do
-# > reward and held-out accuracy do?
+# > **Predict:** before learning the model gets about a third of the held-out problems right. Within 200 trainer
+# > updates, what do reward and held-out accuracy do?
 
 # %%
 figures.picture(figures.reward_and_accuracy(default.rows, default.summary["evaluations"]))
 
 # %% [markdown]
-# **Answer:** both rise steeply at first, the accuracy with dips. The reward is that of *drawn* answers, sampled at random, a
-# quarter of them from any time of the run; accuracy is that of the model now, and of its most probable answer. So the
-# accuracy is ahead.
+# **Answer:** both rise steeply at first, the accuracy with dips. The reward is that of *drawn* answers: sampled at
+# random, a quarter of them from any time of the run. The accuracy is that of the present model's most probable answer.
+# So the accuracy is ahead.
 #
-# What has changed, in answers to problems that it never trained on:
+# Here are answers before and after, to problems that it never trained on:
 
 # %%
 print("problem  before  after  right")
@@ -80,25 +80,26 @@ for prompt, before, after in default.answers:
     print(f"{prompt}   {before}     {after}    {right}{'' if after == right else '   <- still wrong'}")
 
 # %% [markdown]
-# Before, a wrong one is what comes out when the carry is forgotten.
+# Before, a wrong answer results from a forgotten carry.
 #
 # ## The loss
 #
-# > **Predict:** the loss is trajectory balance (TB, notebook 1), shown times $\beta^2$ so that its unit is that of the reward,
-# > squared. Does it go to 0, as it nearly did in notebook 1?
+# > **Predict:** the loss is trajectory balance (TB, notebook 1), shown times $\beta^2$ so that its unit is that of the
+# > reward, squared. Does it go to 0, as it nearly did in notebook 1?
 
 # %%
 figures.picture(figures.loss(default.rows))
 
 # %% [markdown]
-# **Answer:** no. It falls by a factor of about two and goes on jumping. In balance, the log-probabilities of a right and of a wrong answer
-# differ by $r/\beta = 10$ nats more than in the reference; the start model gives many right answers so little probability
-# that the policy is still on its way there when it already answers right. And answers written by older weights, some
-# of them wrong ones that the policy would no longer write, keep coming from the buffer.
+# **Answer:** no. It falls by a factor of about two and goes on jumping. In balance, the log-probabilities of a right
+# and of a wrong answer differ by $r/\beta = 10$ nats more than in the reference. The start model gives many right
+# answers very little probability, so the policy is still on its way to balance when it already answers right. And the
+# buffer keeps bringing answers by older weights, some of them wrong ones that the policy would no longer write.
 #
-# ## How old is what the trainer learns from?
+# ## How old are the answers that the trainer learns from?
 #
-# > **Predict:** with $m = 0.75$ and weights that go out after every update: the mean age of a batch, and the oldest in it?
+# > **Predict:** with $m = 0.75$ and weights that go out after every update: the mean age of a batch, and the oldest in
+# > it?
 
 # %%
 figures.picture(figures.staleness(default.rows))
@@ -112,13 +113,12 @@ figures.picture(
 )
 
 # %% [markdown]
-# **Answer:** most are a few updates old: that long it takes to write an answer, hand it over, and draw it. The quarter that comes
-# from anywhere makes the mean rise as the buffer grows: it is a mean of two very different things, and the histogram
-# says more.
+# **Answer:** most are a few updates old: the time to write an answer, hand it over and draw it. A quarter comes from
+# any time, so the mean rises as the buffer grows. It is a mean of two very different things; the histogram says more.
 #
 # ## Who waits?
 #
-# > **Predict:** two seconds of the run, a row a process. Who waits for whom?
+# > **Predict:** two seconds of the run, one row per process. Who waits for whom?
 
 # %%
 busy, title = default.summary, "Two seconds of the default run: coloured is work"
@@ -128,12 +128,13 @@ figure.set_size_inches(8, 3)
 figures.picture(figure)
 
 # %% [markdown]
-# **Answer:** the searcher for nobody: its core works without pause, and both overlap wholly. The trainer waits for nobody
-# either, unless its updates are quicker than the replay ratio allows: then it waits for answers (hatched).
+# **Answer:** the searcher waits for nobody: its core works without pause, and both overlap wholly. The trainer waits
+# for nobody either, unless its updates are quicker than the replay ratio allows: then it waits for answers (hatched).
 #
 # ## One wrong turn at a time
 #
-# > **Predict:** order the four runs by their held-out accuracy in the end. Which mistake hurts most? Which one not at all?
+# > **Predict:** order the four runs by their held-out accuracy in the end. Which mistake hurts most? Which one not at
+# > all?
 
 # %%
 runs = {"default": default}
@@ -157,15 +158,16 @@ for name, run in runs.items():
 # **Answer**, from one seed each (differences of a few hundredths mean nothing):
 #
 # - **k = 100** is the one that breaks. For 100 updates the searcher writes with the start model's weights. The trainer
-#   learns from that, and for a while all seems well: accuracy even passes 0.9. Then it falls, soon after the only new
-#   weights have gone out, and does not recover. A likely reason: TB balances the answers *that it is shown*, and says nothing
-#   about the others. Where nobody writes, the policy may drift. TB's tolerance of old data is not tolerance of data
-#   that misses what the policy does now.
-# - **m = 0** learns from data that is three times as old, and ends at nearly the same place. On a task whose right answers
-#   stay right, old data costs some time, and hardly the result.
-# - **β = 0.002** does little here. $\beta$ sets where the optimum is: with 0.1, the target already prefers a right answer by
-#   $e^{10}$, and with 0.002 by $e^{500}$. Both mean "always right", and 200 updates at this learning rate lead
-#   towards either alike. On a task where a high reward can be had by nonsense it would show: nothing holds the policy back.
+#   learns from these answers, and for a while all seems well: accuracy even passes 0.9. Then it falls, soon after the
+#   only new weights have gone out, and does not recover. A likely reason: TB balances the answers *that it is shown*,
+#   and says nothing about the others. There, the policy may drift. TB tolerates old data, but not data that misses the
+#   policy's present answers.
+# - **m = 0** learns from data that is three times as old, and ends at nearly the same place. On a task whose right
+#   answers stay right, old data costs some time, and hardly changes the result.
+# - **β = 0.002** does little here. $\beta$ sets where the optimum is: with 0.1, the target already prefers a right
+#   answer by $e^{10}$, and with 0.002 by $e^{500}$. Both mean "always right", and 200 updates at this learning rate
+#   lead towards either alike. It would show on a task where nonsense can earn a high reward: nothing holds the policy
+#   back.
 #
 # > **Predict:** how far are the drawn answers from the policy that learns from them, in the four runs?
 
@@ -185,21 +187,21 @@ ylabels = ("mean age\n[trainer updates]", "|log π - log μ|\n[nats]")
 figures.picture(figures.curves_above(old, far, "trainer updates", ylabels, title, log=("bottom",)))
 
 # %% [markdown]
-# **Answer:** age alone doesn't tell. m = 0 has old data too, but its buffer holds something of every policy that there was, the
-# present one's included. With k = 100 *all* data comes from one or two policies that are long gone, and the distance to
-# them, in nats, is the better warning. It is the metric `log_ratio_mu` of every run.
+# **Answer:** age alone doesn't tell. m = 0 has old data too, but its buffer holds answers of every policy so far, the
+# present one included. With k = 100 *all* data comes from one or two policies that are long gone. The distance to them,
+# in nats, is the better warning. It is the metric `log_ratio_mu` of every run.
 #
 # ## What to take away
 #
 # - It works on a language model: a third right before, nearly all after, in half a minute of learning.
 # - Mean age hides two populations. Look at the histogram.
 # - The buffer may be old if it is *mixed*. Watch `log_ratio_mu`, not age alone.
-# - Not every mistake shows on an easy task: that a run survives β = 0.002 proves nothing about β.
+# - Not every mistake shows on an easy task: a run that survives β = 0.002 proves nothing about β.
 #
 # ## Exercises
 #
 # 1. Set `REPLAY = False`, and try `--sync-every 20`. Where between 1 and 100 does it begin to hurt?
-# 2. Combine two mistakes: m = 0 *and* k = 100. Worse, or better? Write down your guess and its reason first.
+# 2. Combine two mistakes: m = 0 *and* k = 100. Is this worse, or better? Write down your guess and its reason first.
 
 # %%
 # What this notebook claims:

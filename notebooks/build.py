@@ -2,10 +2,10 @@
 
     python -m notebooks.build sync              notebooks/*.py -> notebooks/*.ipynb, without outputs
     python -m notebooks.build run [NAME ...]    execute -> runs/notebooks/*.html and docs/notebooks/*.png
-    python -m notebooks.build run --fast        fewer seeds and updates, no HTML, no pictures: what the tests do
+    python -m notebooks.build run --fast        fewer seeds and updates, no HTML, no pictures: as the tests do
 
-The sources are `py:percent` files, read by jupytext. A cell's id is made from what is in it: it changes with the cell,
-and with nothing else.
+The sources are `py:percent` files, read by jupytext. A cell's id is a hash of its content: it changes only when the
+cell changes.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
-LIMIT = {False: 1800.0, True: 240.0}  # seconds that a whole notebook may take, in full and fast
+LIMIT = {False: 1800.0, True: 240.0}  # most seconds for a whole notebook: full, fast
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-SLOW, QUICK = "FAST = False", "FAST = True"  # in the cell that is tagged `parameters`
+SLOW, QUICK = "FAST = False", "FAST = True"  # in the cell with the tag `parameters`
 
 
 class NotebookError(RuntimeError):
-    """A notebook that raised, took too long, or lost its kernel; the text says which, and where."""
+    """A notebook raised, took too long, or lost its kernel; the text says which and where."""
 
 
 def sources() -> list[Path]:
@@ -37,7 +37,7 @@ def sources() -> list[Path]:
 
 
 def notebook(source: Path):
-    """The notebook of a source: cells without outputs, with ids of their own."""
+    """The notebook of a source: cells with unique ids and without outputs."""
     import jupytext
     import nbformat
 
@@ -56,7 +56,7 @@ def notebook(source: Path):
 
 
 def text(made) -> str:
-    """What stands in the .ipynb file."""
+    """The text of the .ipynb file."""
     import nbformat
 
     return nbformat.writes(made, indent=1, ensure_ascii=False).rstrip("\n") + "\n"
@@ -78,7 +78,7 @@ def quickened(made):
 
 
 def execute(made, seconds: float):
-    """Execute a notebook in a kernel of its own, where it lies; returns it with outputs.
+    """Execute a notebook in a kernel of its own, in its folder; returns it with outputs.
 
     Raises:
         NotebookError: when a cell raises, the kernel dies, or all cells together take longer than `seconds`.
@@ -95,7 +95,7 @@ def execute(made, seconds: float):
     try:
         asyncio.run(within())
     except (CellExecutionError, CellTimeoutError, DeadKernelError, TimeoutError) as error:
-        # at the limit the kernel is ended, and nbclient may say first that it is dead
+        # at the limit the kernel is stopped, and nbclient may first report a dead kernel
         kind = "TimeoutError" if time.monotonic() - began >= seconds else type(error).__name__
         raise NotebookError(f"{kind} (limit {seconds:.0f} s): {error}") from error
     return made
@@ -108,7 +108,7 @@ def pictures(made) -> list[bytes]:
 
 
 def run(source: Path, fast: bool) -> float:
-    """Execute one notebook, write what it gave, return the seconds that it took."""
+    """Execute one notebook, write its results, return its seconds."""
     made, began = notebook(source), time.time()
     execute(quickened(made) if fast else made, LIMIT[fast])
     seconds = time.time() - began
@@ -127,7 +127,7 @@ def run(source: Path, fast: bool) -> float:
 
 
 def small(png: bytes):
-    """A figure with 64 colours: a third of the bytes, and nothing that is seen."""
+    """A figure with 64 colours: a third of the bytes, and it looks the same."""
     from PIL import Image
 
     return Image.open(io.BytesIO(png)).convert("RGB").quantize(64, dither=Image.Dither.NONE)

@@ -1,13 +1,13 @@
-"""The three ways to synchronise, played event by event on a clock that only jumps: no process, no waiting, no noise.
+"""The three ways to synchronise, played event by event on a clock that jumps: no process, no waiting, no noise.
 
-Trainer and searchers are generators. Each says what it does next and for how many (fake) seconds, or what it waits for;
-`FakeClock` brings all of it into order and keeps spans in the format of metrics.Clock. The buffer, its draws, the replay
-ratio and the order of prompts are the project's own functions. Who pauses when is told again, in 70 lines: the loops of
-sync.py wait with threads and sleeps, which a generator can't play (tests/test_schedules.py plays them, in fake time).
+Trainer and searchers are generators. Each yields its next task with its (fake) seconds, or a condition to wait for.
+`FakeClock` puts these events in order and keeps spans like runtime/metrics.py's Clock. The buffer, its draws, the replay
+ratio and the order of prompts are the project's own functions. Only the pauses are written anew, in 70 lines: the loops
+of sync.py wait with threads and sleeps, which a generator can't play (tests/test_schedules.py plays them in fake time).
 
 Departures from the real job: a searcher writes one group at a time (a real one has many in flight), reward and
-log pi_ref take no time, and the next batch is not fetched ahead. `onpolicy` here shares the writing out to all N + 1
-devices and trains on one of them; `--sync onpolicy` is one process.
+log pi_ref take no time, and the next batch is not fetched ahead. Here, `onpolicy` writes on all N + 1 devices and
+trains on one of them; `--sync onpolicy` is one process.
 """
 
 import heapq
@@ -37,7 +37,7 @@ class FakeClock:
         self._count = itertools.count()
 
     def run(self, processes: dict[str, Process], until: str = "trainer") -> None:
-        """Play until the process `until` ends; what the others do then is cut off there.
+        """Play until the process `until` ends; the spans of the others are cut off there.
 
         Raises:
             RuntimeError: when everyone waits for everyone.
@@ -70,7 +70,7 @@ class FakeClock:
             heapq.heappush(self._events, (self.now + how_long, next(self._count), name, what, self.now, process))
 
     def _wake(self) -> bool:
-        """Let the first one go on whose condition holds."""
+        """Resume the first process whose condition holds."""
         for i, (name, what, since, condition, process) in enumerate(self._waiting):
             if condition():
                 del self._waiting[i]
@@ -86,19 +86,19 @@ class FakeClock:
 
 @dataclass(frozen=True)
 class Setting:
-    """Who works together, by which rule, and how long each thing takes."""
+    """The processes, their rule, and the seconds of each task."""
 
     sync: str = "eager"  # eager, barrier, onpolicy
     searchers: int = 3  # N
     k: int = 1  # trainer updates between publications
     updates: int = 20
-    prompts: int = 16  # that there are
+    prompts: int = 16  # in all
     prompts_per_batch: int = 8  # P
-    answers: int = 8  # K, of a group
-    generate: float = 1.0  # seconds that a searcher takes for a group, on average
-    spread: float = 0.5  # of that time: standard deviation of its logarithm, 0 is always the same
+    answers: int = 8  # K, in a group
+    generate: float = 1.0  # mean seconds of a searcher for a group
+    spread: float = 0.5  # of this time: standard deviation of its logarithm; 0: always the same
     train: float = 2.0  # seconds of an update
-    transfer: float = 0.1  # seconds to publish weights, and to load them
+    transfer: float = 0.1  # seconds to publish weights, and again to load them
     recency_prob: float = 0.75  # m
     replay_ratio: float = 1.0  # most trajectories trained per trajectory written
     seed: int = 0
@@ -110,26 +110,26 @@ class Setting:
 
     @property
     def limit(self) -> float:
-        """Seconds of an update when neither side ever waits: the longer of writing a batch and learning it."""
+        """Seconds of an update when neither side ever waits: the longer of writing a batch and training on it."""
         writing = self.prompts_per_batch * self.generate / self.searchers / self.replay_ratio
         return max(writing, self.train)
 
 
 @dataclass
 class Update:
-    """One update of the trainer, as it would stand in metrics.jsonl."""
+    """One update of the trainer, like a row of metrics.jsonl."""
 
     step: int
     start: float
     end: float
-    ages: list[int]  # step - policy_version of each trajectory: the weights that wrote it
-    stamped: list[int]  # step - the trainer's count of updates when it was finished: the wrong way
+    ages: list[int]  # step - policy_version of each trajectory: right, by the weights that wrote it
+    stamped: list[int]  # step - the trainer's count of updates when it was finished: wrong
     metrics: dict[str, float]
 
 
 @dataclass
 class Story:
-    """What was played."""
+    """The result of a play."""
 
     setting: Setting
     spans: dict[str, list[tuple[str, float, float]]]
@@ -138,7 +138,7 @@ class Story:
     seconds: float
 
     def idle(self, process: str) -> float:
-        """Share of the time in which a process waited, 0 to 1."""
+        """Share of the time that a process waited, 0 to 1."""
         return sum(end - start for what, start, end in self.spans[process] if what.startswith("wait")) / self.seconds
 
     def idle_searchers(self) -> float:
@@ -156,7 +156,7 @@ class Story:
 
 
 class Nothing:
-    """A world in which nothing is learnt: for questions of time alone."""
+    """A world without learning: for questions of time alone."""
 
     def write(self, prompt: int, version: int, k: int) -> list[dict]:
         one = np.zeros(1, np.int32)
@@ -172,25 +172,25 @@ class Nothing:
 
 @dataclass
 class _Play:
-    """The state that trainer and searchers share, and what each of them does, by mode."""
+    """The shared state of trainer and searchers, and their loops for each mode."""
 
     setting: Setting
     world: object
     clock: FakeClock = field(default_factory=FakeClock)
     updates: list[Update] = field(default_factory=list)
-    published: int = 0  # newest version that there is
+    published: int = 0  # newest version
     written: int = 0  # trajectories
-    wanted: int = 0  # barrier: syncs that the trainer called
+    wanted: int = 0  # barrier: syncs called by the trainer
     left: int = 0  # onpolicy: groups that nobody has begun to write
     writing: int = 0  # onpolicy: groups being written
 
     def __post_init__(self) -> None:
         s = self.setting
-        self.arrived = [0] * s.searchers  # barrier: syncs that each searcher took part in
+        self.arrived = [0] * s.searchers  # barrier: syncs joined by each searcher
         self.stamps: dict[tuple, int] = {}  # uid -> the trainer's count of updates when the answer was finished
         self.latencies = [np.random.default_rng([s.seed, i]) for i in range(s.searchers + 1)]  # the last: the trainer's
         self.streams = [prompt_stream(s.prompts, s.seed, i, s.searchers) for i in range(s.searchers)]
-        self.stream = prompt_stream(s.prompts, s.seed, 0, 1)  # onpolicy: one for all
+        self.stream = prompt_stream(s.prompts, s.seed, 0, 1)  # onpolicy: one, shared by all
         self.buffer = self._empty(0)
 
     def _empty(self, seed: int) -> ReplayBuffer:
@@ -198,7 +198,7 @@ class _Play:
         return ReplayBuffer(100_000, 100_000, recent, seed=self.setting.seed + seed)
 
     def _seconds(self, i: int) -> float:
-        """How long the next group takes writer i: log-normal with the setting's mean."""
+        """Seconds of writer i for its next group: log-normal with the setting's mean."""
         s = self.setting
         return s.generate * float(np.exp(s.spread * self.latencies[i].standard_normal() - s.spread**2 / 2))
 
@@ -255,11 +255,11 @@ class _Play:
             if step % self.setting.k == 0:
                 yield from self._sync()
             while not self._ready():
-                yield from self._sync()  # too little yet: let the searchers bring more
+                yield from self._sync()  # too few answers: let the searchers bring more
             yield from self._learn()
 
     def _sync(self) -> Process:
-        self.buffer.start_pool()  # "the most recent data" is what this sync brings
+        self.buffer.start_pool()  # "the most recent data" is this sync's
         self.wanted += 1
         yield "wait for sync", self._all_arrived(self.wanted)
 
@@ -281,7 +281,7 @@ class _Play:
                 self.arrived[i] += 1
                 yield "wait for sync", self._all_arrived(self.arrived[i])
 
-    # --- onpolicy: write with the newest weights, learn from it once, forget it -----------------------------------
+    # --- onpolicy: write a batch with the newest weights, learn from it once, forget it ---------------------------
 
     def onpolicy_trainer(self) -> Process:
         s = self.setting
@@ -330,7 +330,7 @@ def play(setting: Setting, world=None) -> Story:
     """Play one setting to its end.
 
     Args:
-        world: what is written and learnt (`write`, `learn`, `publish`, as toy.World has them); None: nothing.
+        world: has `write`, `learn` and `publish`, like World in notebooks/toy.py; None: nothing is learnt.
 
     Raises:
         ValueError: for a mode that does not exist, or a batch of more prompts than there are.

@@ -1,4 +1,4 @@
-"""The notebooks' figures: curves, histograms, who does what while the fake clock plays."""
+"""The notebooks' figures: curves, histograms, and timelines of the fake clock."""
 
 import io
 
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from runtime.plots import figure_with_axes, timeline
 
-METHODS = {  # one colour a method, in every notebook; purple is age, as in runtime/plots.py
+METHODS = {  # one colour per method, in every notebook; purple is age, as in runtime/plots.py
     "TB": "#1f77b4",
     "policy gradient": "#ff7f0e",
     "clipped IS": "#2ca02c",
@@ -23,11 +23,11 @@ METHODS = {  # one colour a method, in every notebook; purple is age, as in runt
     "k = 100": "#e377c2",
     "β = 0.002": "#d62728",
 }
-OTHERS = ("#222222", "#1b7837", "#b35806", "#2166ac", "#999999", "#762a83")  # for what is no method, by its place
+OTHERS = ("#222222", "#1b7837", "#b35806", "#2166ac", "#999999", "#762a83")  # for other curves, by their place
 
 
 def picture(figure):
-    """A figure as a notebook shows it: a PNG."""
+    """A figure as a PNG, for a notebook to show."""
     from IPython.display import Image
 
     data = io.BytesIO()
@@ -45,7 +45,7 @@ def _colour(name: str, place: int) -> str:
 
 
 def _draw_curves(axes, series: dict, dashed: tuple[str, ...] = ()) -> None:
-    """Each curve [n], or [seeds, n] as a band with a thin line a seed and the median on top."""
+    """Each curve [n]; or [seeds, n] as a band, with a thin line per seed and the median on top."""
     for place, (name, (x, y)) in enumerate(series.items()):
         colour, y = _colour(name, place), np.atleast_2d(np.asarray(y, float))
         if len(y) > 1:
@@ -63,7 +63,7 @@ def curves(series: dict, xlabel: str, ylabel: str, title: str, log: str = "", da
 
     Args:
         log: axes with a logarithmic scale: "", "x", "y" or "xy".
-        dashed: names of curves to draw dashed, so that what lies below them is seen.
+        dashed: names of curves to draw dashed, so that curves below them stay visible.
     """
     figure, axes = figure_with_axes(title, ylabel)
     _draw_curves(axes, series, dashed)
@@ -76,7 +76,7 @@ def curves(series: dict, xlabel: str, ylabel: str, title: str, log: str = "", da
 
 
 def _tick_each(axes, series: dict) -> None:
-    """A tick at each x, where there are few."""
+    """A tick at each x, if there are few."""
     x = list(next(iter(series.values()))[0])
     if len(x) < 20:
         axes.set_xticks(x, [f"{value:g}" for value in x])
@@ -84,7 +84,7 @@ def _tick_each(axes, series: dict) -> None:
 
 
 def curves_above(top: dict, bottom: dict, xlabel: str, ylabels: tuple[str, str], title: str, log: str = ""):
-    """Two panels over one x axis, of curves as in `curves`; `log`: names of panels with a logarithmic y axis."""
+    """Two panels of `curves` over one x axis; `log`: names of panels with a logarithmic y axis."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     panels = figure.subplots(2, sharex=True)
     for axes, series, ylabel, name in zip(panels, (top, bottom), ylabels, ("top", "bottom"), strict=True):
@@ -100,7 +100,7 @@ def curves_above(top: dict, bottom: dict, xlabel: str, ylabels: tuple[str, str],
 
 
 def against_target(log_target, reward, policies: dict, title: str):
-    """Each sequence's log-probability against that of the exact target, a panel a policy; balance is the diagonal."""
+    """Each sequence's log-probability against the exact target's, one panel per policy; balance is the diagonal."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     panels = figure.subplots(1, len(policies), sharex=True, sharey=True)
     low, high = float(log_target.min()) - 1, 0.5
@@ -117,7 +117,7 @@ def against_target(log_target, reward, policies: dict, title: str):
 
 
 def histograms(panels: dict, bins, xlabel: str, title: str, log: bool = False):
-    """Share of trajectories by a number, a panel for each entry, which holds values by name."""
+    """Share of trajectories by some number; each panel holds values by name."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     for axes, (name, series) in zip(
         figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
@@ -138,7 +138,7 @@ def histograms(panels: dict, bins, xlabel: str, title: str, log: bool = False):
 
 
 def gantt(stories: dict, seconds: float, title: str, start: float = 0.0):
-    """Who does what while fake_clock plays, a panel a story: the timeline of a real run, drawn small."""
+    """The timelines of stories from notebooks/fake_clock.py, one panel per story, as small as a notebook needs."""
     figure = timeline({name: (story.trace(), start) for name, story in stories.items()}, seconds)
     figure.set_size_inches(8, min(4.0, 1.2 + 0.4 * sum(len(s.spans) for s in stories.values())))
     for axes in figure.axes:

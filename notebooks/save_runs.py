@@ -1,9 +1,9 @@
-"""Make what the notebooks read where no run is to be waited for: notebooks/saved/.
+"""Make notebooks/saved/: the saved runs, for notebooks that should not wait for new ones.
 
     python -m notebooks.save_runs [--cache .cache]        (five runs with vLLM on two quiet cores: 6 minutes)
 
-`default.json`, `m_0.json`, `huge_k.json` and `small_beta.json` are runs of notebook 6, thinned out; `stream.npz` is all
-trajectories of a fifth one, on 256 of the problems so that each comes again and again, for notebook 2.
+`default.json`, `m_0.json`, `huge_k.json` and `small_beta.json` are runs of notebook 6, reduced. `stream.npz` has all
+trajectories of a fifth run, for notebook 2, on 256 of the problems so that each comes again and again.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from notebooks.saved_run import SAVED, keep, keep_stream, run_job
 from tba_min import Run
 
 SAME = ["--steps", "200", "--max-seconds", "0", "--eval-every", "10", "--eval-prompts", "250", "--seed", "0"]
-RUNS = {  # file: what is wrong with it
+RUNS = {  # file: its mistake
     "default": [],
     "m_0": ["--recency-prob", "0"],
     "huge_k": ["--sync-every", "100"],
@@ -25,7 +25,7 @@ RUNS = {  # file: what is wrong with it
 
 
 class Recording(Run):
-    """A run that keeps what its buffer held at the end: with room enough, all that was ever written."""
+    """A run that keeps its buffer's final contents: with room enough, all trajectories ever written."""
 
     packed = None
 

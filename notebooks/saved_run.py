@@ -1,7 +1,7 @@
-"""Runs as the notebooks read them: start one as a process of its own, or read one that was kept in the repository.
+"""Runs for the notebooks: start one as a process of its own, or read one that is kept in the repository.
 
-What is kept (`keep`) is a run's folder thinned out to what the notebooks draw, as one JSON file; `stream` is the
-trajectories of a run in the order in which they came, without log mu. notebooks/save_runs.py makes both.
+`keep` writes the data that the notebooks draw, out of a run's folder, to one JSON file. `keep_stream` writes a run's
+trajectories in order of arrival, without log mu. notebooks/save_runs.py makes both.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ COLUMNS += ("kl_ref", "distinct", "accuracy")
 
 @dataclass
 class SavedRun:
-    """What a notebook shows of a run."""
+    """The data of a run that a notebook shows."""
 
     config: dict  # config.json
     summary: dict  # summary.json
-    rows: list[dict]  # metrics.jsonl, the columns that are drawn
-    ages: dict[int, int]  # staleness in trainer updates -> trajectories trained at it, in the whole run
+    rows: list[dict]  # metrics.jsonl, the columns in COLUMNS
+    ages: dict[int, int]  # staleness in trainer updates -> trajectories trained at this staleness, in the whole run
     trace: list[dict]  # two seconds of timeline.json, from its second 0 on
     answers: list[list[str]]  # held-out prompt, greedy answer before RL, after it
 
     @property
     def accuracy(self) -> list[tuple[int, float, float]]:
-        """Held-out evaluations: trainer update, second of RL, share that is right."""
+        """Held-out evaluations: trainer update, second of RL, share of right answers."""
         return [tuple(e) for e in self.summary["evaluations"]]
 
 
@@ -47,10 +47,10 @@ class SavedRun:
 
 
 def run_job(out: Path, *options: str) -> SavedRun:
-    """Run `tba_min.py` as a process of its own, show what it prints, and read its folder.
+    """Run `tba_min.py` as a process of its own, show its output, and read its folder.
 
     Raises:
-        RuntimeError: when it does not end well; its last lines are in the text.
+        RuntimeError: when the run fails; the text has its last lines.
     """
     command = [sys.executable, str(ROOT / "tba_min.py"), "--out", str(Path(out).resolve()), *options]
     print("python tba_min.py", *options, flush=True)
@@ -65,14 +65,14 @@ def run_job(out: Path, *options: str) -> SavedRun:
 
 
 def obtain(file: str, options: list[str], replay: bool) -> SavedRun:
-    """The saved run of that name, or a new one by these options, in a folder of its own."""
+    """The saved run with this name, or a new run with these options, in a folder of its own."""
     if replay:
         return read_run(SAVED / f"{file}.json")
     return run_job(Path(tempfile.mkdtemp()) / file, *options)
 
 
 def read_run(place: Path) -> SavedRun:
-    """A run from its folder, or from the JSON file that `keep` made of one."""
+    """A run from its folder, or from a JSON file by `keep`."""
     place = Path(place)
     if place.is_file():
         kept = json.loads(place.read_text())
@@ -98,7 +98,7 @@ def two_seconds(trace: list[dict]) -> list[dict]:
 
 
 def before_and_after(config: dict, out: Path, count: int = 8) -> list[list[str]]:
-    """Greedy answers to the first held-out prompts, by the start model and by the policy that the run saved."""
+    """Greedy answers to the first held-out prompts, by the start model and by the run's saved policy."""
     from config import Config
     from tasks.start_model import start_model_path
 
@@ -125,7 +125,7 @@ def greedy(folder: str, config, count: int) -> tuple[list[str], list[str]]:
 
 
 def keep(run: SavedRun, place: Path, timeline: bool) -> None:
-    """Write a run to one JSON file: numbers to four digits, the timeline only where it is asked for."""
+    """Write a run to one JSON file: numbers to four digits, the timeline only on request."""
     summary = run.summary | {"evaluations": [[s, _short(t), _short(a)] for s, t, a in run.summary["evaluations"]]}
     trace = run.trace if timeline else []
     head = {
@@ -165,7 +165,7 @@ def _unflat(rows: list[list]) -> list[dict]:
 
 
 def keep_stream(packed: tuple, prompts: list[str], place: Path) -> None:
-    """Write packed trajectories (served_buffer.pack), in the order in which they came, without log mu."""
+    """Write packed trajectories (by `pack` of runtime/served_buffer.py) in order of arrival, without log mu."""
     head, _, responses, _ = packed
     small = {name: head[name].astype(np.uint16) for name in ("prompt_id", "policy_version", "version_last")}
     small |= {"reward": head["reward"].astype(np.float16), "log_ref": head["log_ref"].astype(np.float16)}
@@ -175,7 +175,7 @@ def keep_stream(packed: tuple, prompts: list[str], place: Path) -> None:
 
 
 def read_stream(place: Path) -> tuple[list[Trajectory], list[str]]:
-    """Trajectories in the order in which they came (log mu, which nothing here reads, is 0), and the prompts' texts."""
+    """Trajectories in order of arrival (log mu is 0: nothing here reads it), and the prompts' texts."""
     kept = np.load(place)
     ends = np.concatenate([[0], np.cumsum(kept["len"], dtype=np.int64)])
     responses, prompts = kept["responses"].astype(np.int32), kept["prompts"].tolist()
@@ -193,7 +193,7 @@ def read_stream(place: Path) -> tuple[list[Trajectory], list[str]]:
 
 
 def arrivals(stream: list[Trajectory]) -> Iterator[tuple[int, list[list[Trajectory]]]]:
-    """Trainer update, and the groups that came in it: that of the newest weights that may have written a token."""
+    """Each trainer update with its groups. An answer comes at the update of its newest weights, `version_last`."""
     by_update: dict[int, dict[tuple, list[Trajectory]]] = {}
     for t in stream:
         groups = by_update.setdefault(t.version_last, {})
@@ -211,9 +211,9 @@ def replay(
     inverse_temperature: float = 0.0,
     every: int = 1,
 ) -> list[dict]:
-    """Put a recorded stream through a buffer, draw a batch after each `every` trainer updates. -> a row for each draw.
+    """Put a recorded stream through a buffer, draw a batch every `every` trainer updates. -> a row for each draw.
 
-    What is drawn teaches nobody: the stream was written by a run with its own settings, and stays what it was.
+    Nobody learns from the draws: the stream was written by a run with its own settings and doesn't change.
     """
     rows = []
     for update, groups in arrivals(stream):
@@ -231,18 +231,18 @@ def replay(
 
 
 def over_time(rows: list[dict], name: str, width: int = 1) -> tuple[list[int], list[float]]:
-    """A column of a replay as a curve: trainer updates, and means of `width` neighbours. A list counts as its mean."""
+    """A column of a replay as a curve: trainer updates, and means of `width` neighbours. A list becomes its mean."""
     values = np.convolve([np.mean(row[name]) for row in rows], np.ones(width) / width, "valid")
     return [row["update"] for row in rows][width - 1 :], values.tolist()
 
 
 def gathered(rows: list[dict], name: str, start: int = 0) -> list[int]:
-    """All numbers of a column of lists, from row `start` on."""
+    """All numbers in a column of lists, from row `start` on."""
     return [value for row in rows[start:] for value in row[name]]
 
 
 def as_text(t: Trajectory, prompts: list[str]) -> str:
-    """A trajectory of the addition task as a reader sees it."""
+    """A trajectory of the addition task as readable text."""
     from tasks.start_model import VOCABULARY
 
     answer = "".join(VOCABULARY[i] for i in t.response)

@@ -1,11 +1,11 @@
-"""A problem so small that everything can be counted: what the notebooks and bench/lag.py learn on.
+"""The learning problem of the notebooks and of bench/lag.py, so small that everything can be counted.
 
 A prompt's answers are the 256 sequences of 4 tokens from a vocabulary of 4. The policy is a table: a row of 4 logits
-for each of the 85 beginnings of a sequence. Rewards are random numbers in [0, 1], learning starts at pi_ref. So the
-target pi_ref exp(r / beta) / Z, log Z and every KL divergence are sums of 256 terms, without sampling or estimating.
+for each of the 85 beginnings of a sequence. Rewards are random numbers in [0, 1]; learning starts at pi_ref. So the
+target pi_ref exp(r / beta) / Z, log Z and every KL divergence are sums of 256 terms: nothing is sampled or estimated.
 
-`learn` lets one prompt be learnt by any loss, from answers that the policy of `lag` updates ago wrote. `World` is many
-prompts behind the interface that fake_clock.py plays the protocols with.
+`learn` trains one prompt by any loss, on answers that the policy of `lag` updates ago wrote. `World` holds many
+prompts, behind the interface that notebooks/fake_clock.py needs.
 """
 
 import itertools
@@ -29,7 +29,7 @@ OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 def all_sequences() -> tuple[Tensor, Tensor]:
-    """Tokens [256, 4], and the row of the policy's table that each is drawn from [256, 4]."""
+    """Tokens [256, 4], and for each its row in the policy's table [256, 4]."""
     tokens = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
     rows = []
     for t in range(LENGTH):
@@ -53,7 +53,7 @@ def log_probabilities(table: Tensor) -> Tensor:
 
 
 def letters(tokens) -> str:
-    """A sequence as a reader sees it: `0 1 3 0` -> `abda`."""
+    """A sequence in letters: `0 1 3 0` -> `abda`."""
     return "".join("abcd"[int(t)] for t in tokens)
 
 
@@ -73,13 +73,13 @@ def effective_share(log_ratio: Tensor) -> Tensor:
 
 
 def worth(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
-    """J of a policy: mean reward less beta times the KL from the reference. [B, 256] x 3 -> [B], reward units."""
+    """J of a policy: mean reward minus beta times the KL from the reference. [B, 256] x 3 -> [B], reward units."""
     return (log_pi.exp() * reward).sum(-1) - beta * kl(log_pi, log_ref)
 
 
 @dataclass
 class Problem:
-    """B prompts: where learning starts, and what is rewarded."""
+    """B prompts: the start of learning, and the rewards."""
 
     table: Tensor  # [B, 85, 4] logits of pi_ref
     reward: Tensor  # [B, 256]
@@ -100,7 +100,7 @@ def problem(seeds: int) -> Problem:
 
 
 def look_up(prompts, drawn, token_pi, token_mu, log_ref, reward, critic, beta, clip=CLIP) -> Answers:
-    """The answers `drawn` [P, K] to the `prompts` [P], out of tables over all sequences [B, 256, ...]."""
+    """The answers `drawn` [P, K] to the `prompts` [P], from tables over all sequences [B, 256, ...]."""
     at = prompts.unsqueeze(1), drawn
     return Answers(
         log_pi=token_pi.sum(-1)[at],
@@ -117,20 +117,20 @@ def look_up(prompts, drawn, token_pi, token_mu, log_ref, reward, critic, beta, c
 
 
 def frozen_is_loss(a: Answers) -> Tensor:
-    """The frozen-KL policy gradient, corrected for who wrote the answers as TBA' does it."""
+    """The frozen-KL policy gradient with the importance weights of TBA'."""
     shaped = a.shaped_reward(a.log_mu)
     weight = (a.log_pi - a.log_mu).detach().exp().clamp(max=a.clip)
     return -(weight * (shaped - shaped.mean(1, keepdim=True)) * a.log_pi).mean()
 
 
 def on_policy_gradient(a: Answers) -> Tensor:
-    """REINFORCE with the current KL in its reward, group mean as baseline: where nothing is stale, textbook RL."""
+    """REINFORCE with the current KL in its reward and the group mean as baseline: textbook RL on fresh answers."""
     k = a.reward.shape[1]
     return rloo_loss(a.log_pi, a.shaped_reward(a.log_pi)) * ((k - 1) / k)
 
 
 def vtrace_with_kl(a: Answers) -> Tensor:
-    """V-trace whose reward holds the current KL, so that its optimum on-policy is TB's."""
+    """V-trace with the current KL in its reward, so that its on-policy optimum is TB's."""
     return vtrace_loss(a.token_pi, a.token_mu, a.values, a.shaped_reward(a.log_pi), a.lengths)
 
 
@@ -149,12 +149,12 @@ LOSSES: dict[str, Callable[[Answers], Tensor]] = {  # on fresh answers all but V
 
 @dataclass
 class Course:
-    """What happened while B rows learnt: a line for each update."""
+    """The record of B rows that learn: one entry per update."""
 
-    loss: Tensor  # [updates, B] TB loss of what was drawn, nats squared, whatever was minimised
+    loss: Tensor  # [updates, B] TB loss of the drawn answers, nats squared, whichever loss was minimised
     kl: Tensor  # [updates, B] exact KL(pi || target) before the update, nats
     log_z: Tensor  # [updates, B] VarGrad's estimate
-    log_ratio: Tensor  # [updates, B, K] log pi - log mu of what was drawn
+    log_ratio: Tensor  # [updates, B, K] log pi - log mu of the drawn answers
     log_pi: Tensor  # [B, 256] at the end
     untrained: Tensor  # [B] KL at the start
 
@@ -172,14 +172,14 @@ def learn(
     critic_rate: float = 0.05,
     seed: int = 1,
 ) -> Course:
-    """Learn B rows at one time: they share nothing but the clock.
+    """Train B rows at once: they share nothing but the clock.
 
-    Every update learns from k answers by the policy of `lag` updates ago (the start, while there is none so old).
+    Every update learns from k answers by the policy of `lag` updates ago (by the start, while there is none so old).
 
     Args:
         lags: [B] int64, trainer updates.
-        rates: learning rates; the rows are shared out to them evenly, in order.
-        clip: largest importance weight, where the loss has one for whole answers.
+        rates: learning rates; each takes an equal share of the rows, in order.
+        clip: largest importance weight of a whole answer, for losses that have one.
         critic_rate: learning rate of V-trace's critic.
         seed: of the draws.
     """
@@ -199,11 +199,11 @@ def learn(
         history[step] = table.detach()
         token_pi, token_mu = (token_log_probabilities(t) for t in (table, history[(step - lags).clamp(min=0), rows]))
         log_pi, log_mu = token_pi.sum(-1), token_mu.sum(-1)  # [B, 256]
-        mu = log_mu.exp().nan_to_num(1.0)  # rows that diverged go on, of no use to anybody
+        mu = log_mu.exp().nan_to_num(1.0)  # diverged rows run on; nobody uses them
         drawn = torch.multinomial(mu, k, replacement=True, generator=draws)  # [B, K]
         answers = look_up(rows, drawn, token_pi, token_mu, log_ref, start.reward, critic, beta, clip)
         stepper.zero_grad()
-        (LOSSES[loss](answers) * len(lags)).backward()  # a sum over rows: they don't share a gradient
+        (LOSSES[loss](answers) * len(lags)).backward()  # a sum over rows: each has its own gradient
         stepper.step()
         _note(notes, answers, log_pi.detach(), target)
     with torch.no_grad():
@@ -224,7 +224,7 @@ def _note(notes: dict[str, list[Tensor]], a: Answers, log_pi: Tensor, target: Te
 
 
 def gradient(loss: str, table: Tensor, p: Problem, drawn: Tensor, beta: float) -> Tensor:
-    """Gradient of a loss with respect to the table, on the given sequences, as if pi had written them just now.
+    """Gradient of a loss with respect to the table, on the given sequences, as if pi had just written them.
 
     table: [85, 4]; p: one prompt; drawn: [K] indices of sequences -> [85, 4]
     """
@@ -238,7 +238,7 @@ def gradient(loss: str, table: Tensor, p: Problem, drawn: Tensor, beta: float) -
 def by_lag(
     loss: str, lags: list[int], seeds: int, beta: float, rate: float, updates: int, last: int = 100, **options
 ) -> tuple[Tensor, Course]:
-    """Learn every lag with every seed.
+    """Train at every lag with every seed.
 
     Returns:
         Final KL [lags, seeds], the mean of the `last` updates; and the Course, whose rows are lag by lag.
@@ -249,19 +249,19 @@ def by_lag(
 
 
 def by_rate(loss: str, lag: int, rates: list[float], seeds: int, beta: float, updates: int, last: int = 100) -> Tensor:
-    """Learn with every learning rate and every seed. -> final KL [rates, seeds]"""
+    """Train at every learning rate with every seed. -> final KL [rates, seeds]"""
     start = repeated(problem(seeds), len(rates))
     course = learn(loss, start, beta, torch.full((len(rates) * seeds,), lag), rates, updates)
     return final_kl(course, last).view(len(rates), seeds)
 
 
 def repeated(p: Problem, times: int) -> Problem:
-    """The same prompts, all of them, several times over."""
+    """All prompts, repeated several times."""
     return Problem(p.table.repeat(times, 1, 1), p.reward.repeat(times, 1))
 
 
 def final_kl(course: Course, last: int = 100) -> Tensor:
-    """KL to the target at the end, mean of the `last` updates [B]; infinite for what diverged."""
+    """KL to the target at the end, mean of the `last` updates [B]; infinite for rows that diverged."""
     return course.kl[-last:].mean(0).nan_to_num(torch.inf, torch.inf)
 
 
@@ -285,7 +285,7 @@ def gradient_noise(
 
     Args:
         table, reward, log_ref: [85, 4], [256], [256] of one prompt.
-        baseline: what stands for log Z: "VarGrad" (the group's mean; times k / (k - 1), so that the mean is the exact
+        baseline: in place of log Z: "VarGrad" (the group's mean; times k / (k - 1), so that the mean is the exact
             gradient), "exact log Z", or "zero".
     """
     log_pi, s = log_probabilities(table.unsqueeze(0))[0], scores(table)
@@ -311,7 +311,7 @@ class World:
     """A policy for `prompts` prompts that learns by TB, and its published versions.
 
     Args:
-        prompts: how many; seed 0, 1, ... of `problem` when `seed` is 0, the following ones when it is 1, ...
+        prompts: how many; their seeds in `problem` are 0, 1, ... for `seed` 0, the following ones for 1, ...
         beta, rate: KL coefficient, Adam's learning rate.
     """
 
@@ -331,12 +331,12 @@ class World:
         self.publish(0)
 
     def publish(self, version: int) -> None:
-        """Keep the policy of this moment under a number."""
+        """Keep the present policy under a number."""
         with torch.no_grad():
             self.versions[version] = token_log_probabilities(self.table)
 
     def write(self, prompt: int, version: int, k: int) -> list[dict]:
-        """k answers to a prompt by a published policy: what a Trajectory holds of them."""
+        """k answers to a prompt by a published policy: their fields of a Trajectory."""
         token_mu = self.versions[version][prompt]  # [256, 4]
         drawn = torch.multinomial(token_mu.sum(1).exp(), k, replacement=True, generator=self.draws).tolist()
         return [
@@ -352,7 +352,7 @@ class World:
         ]
 
     def learn(self, groups: list[list[Trajectory]]) -> dict[str, float]:
-        """One update on P groups of K; the metrics of before the update."""
+        """One update on P groups of K; the metrics are those before the update."""
         prompts = torch.tensor([group[0].prompt_id for group in groups])
         tokens = torch.from_numpy(np.array([[t.response for t in group] for group in groups])).long()  # [P, K, 4]
         drawn = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(-1)  # [P, K]
