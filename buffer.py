@@ -158,9 +158,7 @@ class ReplayBuffer:
         return t.response.tobytes() if self.dedup else t.uid
 
     def _store(self, t: Trajectory, group: int | None) -> None:
-        if (
-            group is not None
-        ):  # first: removing an older copy could empty this group, and it would come back as the newest
+        if group is not None:  # first: removing an older copy may empty this group, which would come back as the newest
             _put(self._recent, group, t.uid, t)
         copy = self._prompts.get(t.prompt_id, {}).get(self._name(t))
         if copy is not None:

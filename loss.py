@@ -78,8 +78,5 @@ def tb_loss(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float, log_z:
 
 
 def log_target(log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
-    """The policy at which TB is zero: log of pi_ref(y|x) exp(r / beta) / Z(x). [P, all answers] x 2 -> the same.
-
-    For notebooks and tests: it can be computed where all answers can be listed.
-    """
+    """The policy at which TB is zero, where all answers can be listed: log pi_ref exp(r / beta) / Z. -> [P, answers]"""
     return (log_ref + reward / beta).log_softmax(-1)

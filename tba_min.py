@@ -9,11 +9,9 @@ import dataclasses
 import json
 import logging
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -78,11 +76,7 @@ class Run:
         self.config, self.note = dataclasses.replace(config, out=str(self.out), resume=None), note
         self.screen = Screen(self.config)
         self.board = Board(self.ctx, config.searchers)
-        # all processes' sockets lie in a folder that is removed with the parent
-        self.address = os.path.join(multiprocessing.util.get_temp_dir(), "weights")
-        # a socket's path may have 107 bytes (macOS: 103), and others there have names of 17, ten more than this
-        if len(os.fsencode(self.address)) > (93 if sys.platform == "darwin" else 97):
-            raise ConfigError(f"TMPDIR {tempfile.gettempdir()}: too long a path for local sockets, name a shorter one")
+        self.address = child.local_socket("weights")
         self.log = logging.getLogger("tba_min")
         self.interrupts = 0
         self.result: dict | None = None  # the trainer's own summary, at its end

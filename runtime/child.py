@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -140,6 +141,19 @@ def prepare_process(name: str) -> None:
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def local_socket(name: str) -> str:
+    """The path of a socket in the folder that holds those of all our processes, and is removed with the parent.
+
+    Raises:
+        ConfigError: when the path is too long.
+    """
+    address = os.path.join(multiprocessing.util.get_temp_dir(), name)
+    most = 103 if sys.platform == "darwin" else 107  # bytes; multiprocessing's own sockets there have names of 17
+    if len(os.fsencode(address)) - len(name) + 17 > most:
+        raise ConfigError(f"TMPDIR {tempfile.gettempdir()}: too long a path for local sockets, name a shorter one")
+    return address
 
 
 # --- the parent's side -------------------------------------------------------------------------------------------

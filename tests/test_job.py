@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHORT
+from conftest import ROOT, SHORT, Job
 
 from runtime.files import read_jsonl
 from runtime.plots import SPANS
@@ -25,19 +25,35 @@ WORK |= {"sample", "forward, backward", "step", "publish", "evaluate"}
 WAITS = {"eager": {"wait for start"}, "barrier": {"wait for sync"}, "onpolicy": set()}
 
 
+@pytest.fixture(scope="module")
+def eager_job(tmp_path_factory, tiny_folder):
+    """Real vLLM, updates in flight, answers of 1 to 24 tokens, more of them asked for than there are places."""
+    args = ["--steps", 60, "--in-flight", 10, "--max-new-tokens", 24, "--max-staleness", 5, "--sync-every", 2]
+    args += ["--event-log", "--recency-prob", 0.5, "--max-seconds", 0, "--model", tiny_folder]
+    job = Job(tmp_path_factory.mktemp("eager") / "run", *SHORT, *args)
+    job.seen = job.wait_for(lambda j: j.rows() and j.family())
+    job.wait()
+    yield job
+    job.end()
+    shutil.rmtree(job.tmp, ignore_errors=True)
+
+
 @pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy"])
-def test_the_whole_job(start_job, tiny_folder, mode):
-    searchers = 0 if mode == "onpolicy" else 1
-    args = ["--sync", mode, "--sync-every", 2, "--recency-prob", 1.0, "--event-log"]
-    job = start_job(*SHORT, *args, "--model", tiny_folder)
-    family = job.wait_for(lambda j: j.rows() and j.family())
+def test_the_whole_job(request, start_job, tiny_folder, mode):
+    searchers, steps = 0 if mode == "onpolicy" else 1, 60 if mode == "eager" else 12
+    if mode == "eager":
+        job = request.getfixturevalue("eager_job")
+    else:
+        args = ["--sync", mode, "--sync-every", 2, "--recency-prob", 1.0, "--event-log"]
+        job = start_job(*SHORT, *args, "--model", tiny_folder)
+        job.seen = job.wait_for(lambda j: j.rows() and j.family())
     assert job.wait() == 0, job.text
-    job.assert_nothing_left(family)
+    job.assert_nothing_left(job.seen)
     rows, summary = job.rows(), job.summary()
-    assert [r["step"] for r in rows] == list(range(12))
+    assert [r["step"] for r in rows] == list(range(steps))
     assert all(math.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in rows)
-    assert set(SUMMARY) <= set(summary) and summary["outcome"] == "completed" and summary["steps"] == 12
-    assert summary["trajectories_trained"] == 12 * 16 <= 2 * summary["trajectories_generated"] + 16
+    assert set(SUMMARY) <= set(summary) and summary["outcome"] == "completed" and summary["steps"] == steps
+    assert summary["trajectories_trained"] == steps * 16 <= 2 * summary["trajectories_generated"] + 16
     assert len(summary["busy_searchers"]) == searchers
     ages = {(r["step"], r["staleness"], r["staleness_max"]) for r in rows}
     if mode == "onpolicy":
@@ -54,7 +70,7 @@ def test_the_whole_job(start_job, tiny_folder, mode):
     assert {e["args"]["name"] for e in trace if e["ph"] == "M"} == expected - {"parent", "buffer"}
     spans = [e for e in trace if e["ph"] == "X"]
     assert WORK | WAITS[mode] <= {e["name"] for e in spans} <= set(SPANS) | set(CURES) | {"wait for start"}
-    assert sum(e["name"] == "forward, backward" for e in spans) == 12 and all(e["dur"] >= 0 for e in spans)
+    assert sum(e["name"] == "forward, backward" for e in spans) == steps and all(e["dur"] >= 0 for e in spans)
     for name in ("accuracy", "loss", "staleness", "timeline"):
         assert (job.out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for text in ("held-out accuracy before RL", "busy", str(job.out)):
@@ -230,11 +246,8 @@ def replayed(events: list[dict], slots: int, group: int) -> dict[int, tuple[int,
     return out
 
 
-def test_recorded_staleness_is_that_of_a_replay_of_the_event_log_and_keeps_its_limit(start_job, tiny_folder):
-    """Real vLLM, updates in flight, answers of 1 to 24 tokens, more of them asked for than there are places."""
-    args = ["--steps", 60, "--in-flight", 10, "--max-new-tokens", 24, "--max-staleness", 5, "--sync-every", 2]
-    job = start_job(*SHORT, *args, "--event-log", "--recency-prob", 0.5, "--max-seconds", 0, "--model", tiny_folder)
-    assert job.wait() == 0, job.text
+def test_recorded_staleness_is_that_of_a_replay_of_the_event_log_and_keeps_its_limit(eager_job):
+    job = eager_job
     searcher = read_jsonl(job.out / "events-searcher-0.jsonl")
     versions = replayed(searcher, slots=10, group=4)
     recorded = {c: (f, last) for e in searcher if e["event"] == "finish" for c, _, f, last in e["answers"]}
