@@ -60,10 +60,14 @@ def draw_by_reward(
 class Bag(dict):
     """A dictionary whose keys can also be drawn at random; all in constant time. Change it by `[key] =` and `del`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list = []  # the keys; draws depend on their order
-        self._place: dict = {}  # key -> its place in `order`
+    def __init__(self, items: dict | None = None) -> None:
+        super().__init__(items or {})
+        self.reorder(self)
+
+    def reorder(self, order: Iterable[int]) -> None:
+        """Draw from the keys in this order; it may name others too."""
+        self.order = [key for key in order if key in self]
+        self._place = {key: place for place, key in enumerate(self.order)}
 
     def __setitem__(self, key: int, value: dict) -> None:
         if key not in self:
@@ -76,11 +80,6 @@ class Bag(dict):
         place, last = self._place.pop(key), self.order.pop()
         if last != key:  # the last one takes its place
             self.order[place], self._place[last] = last, place
-
-    def reorder(self, order: Iterable[int]) -> None:
-        """Take over another bag's order of draws, as far as its keys are here."""
-        self.order = [key for key in order if key in self]
-        self._place = {key: place for place, key in enumerate(self.order)}
 
     def in_random_order(self, rng: np.random.Generator) -> Iterator[int]:
         """All keys, shuffled only as far as they are asked for (Fisher-Yates)."""
@@ -288,6 +287,7 @@ class ReplayBuffer:
         group_of = {uid: group for group, uids in state["recent"] for uid in uids}
         for t in state["trajectories"]:
             fresh._store(t, group_of.get(t.uid))
+        fresh._recent = Bag({group: fresh._recent[group] for group in sorted(fresh._recent)})  # oldest first
         fresh._make_room()
         fresh._prompts.reorder(state["prompts"])
         fresh._recent.reorder(group for group, _ in state["recent"])

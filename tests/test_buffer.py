@@ -517,6 +517,17 @@ def test_a_saved_state_is_a_copy():
     assert pickle.dumps(state) == before
 
 
+def test_a_loaded_pool_still_knows_which_group_is_the_oldest():
+    """Also where the oldest group's first answer has left, so that another group has the oldest answer."""
+    store = ReplayBuffer(100, 1, recent_groups=2)
+    store.add(group(0, [0]) + group(1, [1]) + group(0, [2]))  # 0 makes way for 2
+    other = ReplayBuffer(100, 1, recent_groups=2)
+    other.load_state_dict(store.state_dict())
+    for one in (store, other):
+        one.add(group(2, [3]))
+        assert sorted(u[2] for _, g in one.state_dict()["recent"] for u in g) == [1, 3]
+
+
 def test_a_smaller_buffer_loads_what_it_can_hold():
     state = filled().state_dict()
     small = ReplayBuffer(7, 3, recent_groups=2)

@@ -175,7 +175,7 @@ def test_ctrl_c_while_the_start_model_is_made(start_job, tmp_path):
 
 
 def test_the_time_limit(start_job, tiny_folder):
-    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 3, "--engine", "hf", "--model", tiny_folder)
+    job = start_job(*SHORT, "--steps", 100_000, "--max-seconds", 1, "--engine", "hf", "--model", tiny_folder)
     assert job.wait() == 0, job.text
     assert job.summary()["ended_by"] == "--max-seconds" and job.summary()["outcome"] == "completed"
     job.assert_nothing_left()
