@@ -62,7 +62,7 @@ figures: setup  # README's timeline, from runs of its own (a few minutes)
 BENCHES := decoupling weights buffer scale trainer
 TRL := .venv-trl
 
-bench: setup $(TRL)/.installed  # the tables of README's "Measured" (half an hour on a machine that does nothing else)
+bench: setup $(TRL)/.installed  # the tables of docs/measurements.md (half an hour on a machine that does nothing else)
 	for name in $(BENCHES); do $(BIN)/python -m bench.$$name || exit 1; done
 	$(BIN)/python -m bench.time_to_accuracy --trl $(TRL)/bin/python
 	$(BIN)/python -m bench.time_to_accuracy --part long
