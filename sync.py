@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
     from config import Config
     from runtime.child import Child
+    from runtime.engine import Engine
+    from runtime.metrics import Clock
     from runtime.served_buffer import RemoteBuffer
     from runtime.weights import SharedWeights
-    from searcher import Report, Searcher
 
 Batch = list[list[Trajectory]]  # P groups of K
 
@@ -64,19 +65,29 @@ def draw(buffer: ReplayBuffer | RemoteBuffer, config: Config, step: int) -> Batc
     return buffer.sample(config.prompts_per_batch, config.K, *rule, oldest)
 
 
-class Batches(Protocol):
-    """The trainer's part of a mode: where its batches come from."""
+class Generates(Protocol):
+    """A Searcher (searcher.py), as far as it is used here."""
 
-    late: int  # batches that could have been ready and were not
+    config: Config
+    clock: Clock
+    engine: Engine
+    generated: int
 
-    def next(self, step: int) -> Batch | None:
-        """The batch for update `step`; None when the run is being stopped."""
+    def beat(self) -> None: ...
+    def pull(self, weights: SharedWeights) -> bool: ...
+    def refill(self, limit: int) -> None: ...
+    def step(self) -> list[Trajectory]: ...
+    def round(self, prompts: int) -> list[Trajectory]: ...
+    def state_dict(self) -> dict: ...
 
-    def generated(self) -> int:
-        """Trajectories generated so far."""
 
-    def state_dict(self) -> dict:
-        """Counts of each searcher, for a checkpoint."""
+class Reports(Protocol):
+    """A searcher's Report (searcher.py), and its row of the board."""
+
+    board: Board
+    row: int
+
+    def __call__(self, handed_over: int) -> None: ...
 
 
 class _FromSearchers:
@@ -99,7 +110,7 @@ class _FromSearchers:
 class EagerBatches(_FromSearchers):
     """The trainer: a thread draws batches ahead; one waits in the queue, and one in the thread.
 
-    The clock records each wait under its cause, and draws on a track of their own.
+    `late` counts batches that could have been ready and were not. The clock records each wait under its cause.
     """
 
     def __init__(self, buffer: RemoteBuffer, config: Config, child: Child, progress: dict | None = None) -> None:
@@ -154,7 +165,7 @@ class EagerBatches(_FromSearchers):
                 continue
 
 
-def eager_searcher(searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, report: Report) -> None:
+def eager_searcher(searcher: Generates, weights: SharedWeights, buffer: RemoteBuffer, report: Reports) -> None:
     """A searcher: keep the engine full, hand groups over as they finish, take new weights between two steps."""
     while not report.board.stopping:
         if searcher.pull(weights):
@@ -192,7 +203,7 @@ class BarrierBatches(_FromSearchers):
             _wait_for_end(self._syncs, self.board, self.child.beat)
 
 
-def barrier_searcher(searcher: Searcher, weights: SharedWeights, buffer: RemoteBuffer, report: Report) -> None:
+def barrier_searcher(searcher: Generates, weights: SharedWeights, buffer: RemoteBuffer, report: Reports) -> None:
     """A searcher: write rounds into D_local; at a sync merge it, load the new weights, wait until all have done so."""
     board, row = report.board, report.row
     board.set(row, "sync", board.get(Board.PARENT, "go"))  # a searcher that starts late skips the syncs that have ended
@@ -214,10 +225,9 @@ def barrier_searcher(searcher: Searcher, weights: SharedWeights, buffer: RemoteB
 
 
 def lead_sync(board: Board, buffer: BaseProxy, absent: set[int]) -> None:
-    """The parent, again and again: open the sync that the trainer wants; end it when all present searchers have merged.
+    """The parent, again and again: open the sync that the trainer wants; end it when all searchers have merged.
 
-    Args:
-        absent: searchers that are being started again; nobody waits for them.
+    Nobody waits for the `absent` ones, which are being started again.
     """
     wanted, opened = board.get(Board.TRAINER, "sync"), board.get(Board.PARENT, "sync")
     present = [sync for i, sync in enumerate(board.of_searchers("sync")) if i not in absent]
@@ -246,7 +256,7 @@ class OnPolicyBatches:
 
     late = 0  # nothing is drawn ahead
 
-    def __init__(self, searcher: Searcher, weights: Callable[[], list], config: Config, board: Board) -> None:
+    def __init__(self, searcher: Generates, weights: Callable[[], list], config: Config, board: Board) -> None:
         self.searcher, self.weights, self.config, self.board = searcher, weights, config, board
 
     def next(self, step: int) -> Batch | None:

@@ -93,9 +93,8 @@ class Run:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._interrupt)
         log_handler = child.start_logging(self.out / "run.log", self.screen)
-        calls = (self._heard, self._died)
-        limit = self.config.heartbeat_timeout
-        self.children = Supervisor(self.ctx, self.out, self.board, log_handler.queue, *calls, limit)
+        watch = (self._heard, self._died, self.config.heartbeat_timeout)
+        self.children = Supervisor(self.ctx, self.out, self.board, log_handler.queue, *watch)
         code, why = 0, None
         try:
             self._start(self._prepare_model())
@@ -160,8 +159,7 @@ class Run:
             self.log.info(f"going on from {self.start}, update {step}")
         for i in range(c.searchers):
             self._start_searcher(i)
-        start = str(self.start) if self.start else None
-        args = (self.config, folder, self.out, start, self.address, self.buffer)
+        args = (self.config, folder, self.out, self.start and str(self.start), self.address, self.buffer)
         self.children.spawn("trainer", "trainer", *self._placed(0), args)
 
     def _serve_buffer(self) -> None:

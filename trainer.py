@@ -32,7 +32,7 @@ from runtime.policy import answer_logprobs, checkpoint_layers, load_policy, micr
 from runtime.served_buffer import RemoteBuffer, pack
 from runtime.summary import training_summary
 from runtime.weights import make_publisher
-from sync import BATCHES, Batch, Batches, OnPolicyBatches, backlog
+from sync import BATCHES, BarrierBatches, Batch, EagerBatches, OnPolicyBatches, backlog
 from tasks import load_task
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Trainer:
     out: Path
     learner: Learner
     evaluate: Evaluator
-    batches: Batches  # where batches come from (sync.py)
+    batches: EagerBatches | BarrierBatches | OnPolicyBatches  # where batches come from
     publish: Callable[[list[tuple[str, Tensor]], int], None]  # called with (named weights, version) every k updates
     accuracies: list[tuple[int, float, float]] = field(default_factory=list)  # trainer update, seconds of RL, accuracy
     staleness_sum: float = 0.0  # over updates
@@ -231,11 +231,14 @@ class Trainer:
             self._update(batch)
             if self.config.checkpoint_every and self.learner.step % self.config.checkpoint_every == 0:
                 self._checkpoint_if_possible()
-        facts = {"busy_trainer": self.clock.busy(), "waits_trainer": self.clock.waits()}
+        facts = {
+            "busy_trainer": self.clock.busy(),
+            "waits_trainer": self.clock.waits(),
+            "threads": torch.get_num_threads(),
+        }
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
         facts |= {"trajectories_generated": self.batches.generated(), "late_prefetches": self.batches.late}
-        facts |= {"threads": torch.get_num_threads()}
         return training_summary(self._progress(), self.config, self.clock, self.child.board.stopping, **facts)
 
     def seconds(self) -> float:

@@ -1,10 +1,10 @@
 """Held-out accuracy before and after RL on the default task: whole runs of tba_min.py, by loss and seed.
 
     python -m bench.accuracy                        the defaults, seeds 0, 1, 2 (README's first table; 4 minutes)
-    python -m bench.accuracy --losses rloo grpo --max-seconds 40        other losses; what follows goes to tba_min.py
+    python -m bench.accuracy --losses rloo grpo --max-seconds 40        other losses; further options go to tba_min.py
 
-Writes bench/results/accuracy.json (rows of other losses that stand there are kept), and draws
-docs/accuracy.png and docs/staleness.png.
+Writes bench/results/accuracy.json, where rows of other losses stay, and draws docs/accuracy.png and
+docs/staleness.png.
 """
 
 import argparse
@@ -29,7 +29,7 @@ KEPT += ("trajectories_generated", "trajectories_trained", "staleness_mean", "st
 
 
 def one_run(loss: str, seed: int, options: list[str]) -> dict:
-    """Run tba_min.py; returns its summary, shortened. Its folder stands beside this one's results until the end."""
+    """Run tba_min.py in a temporary folder, and return a short form of its summary."""
     out = Path(tempfile.mkdtemp()) / "run"
     command = [sys.executable, "tba_min.py", "--seed", str(seed), "--out", str(out)]
     subprocess.run([*command, *EXTRA.get(loss, ["--loss", loss]), *options], cwd=ROOT, check=True)

@@ -1,20 +1,20 @@
-"""The replay buffer: what it takes in and gives out through its Manager, and what `add` and `sample` cost by size.
+"""The replay buffer: its throughput through the Manager, and the cost of `add` and `sample` by size.
 
     python -m bench.buffer          4 minutes
 
-Served: 1, 4 or 15 processes write groups of 16 short answers, as fast as they can or at 1,000 trajectories a second
-each, while one process draws batches of 16 prompts with 16 answers through sync.py's prefetching, with a pause of 50 ms
-for the update. A draw is late when the batch is not there as the update ends. Goals: 15 writers at 1,000 are taken in;
-with 4 writers the 99th percentile of a draw is below 5 ms; at most 1 % of the prefetches are late. Beside it the same
-with a list per prompt behind the same Manager, which is what one would write first.
+Served: 1, 4 or 15 processes write groups of 16 short answers, at full speed or at 1,000 trajectories per second each.
+One other process draws batches of 16 prompts with 16 answers through sync.py's prefetching, with a pause of 50 ms for
+each update. A prefetch is late when the batch is not ready as the update ends. Goals: 15 writers at 1,000 per second
+are taken in; with 4 writers the 99th percentile of a draw is below 5 ms; at most 1 % of the prefetches are late. The
+same is measured with a simple buffer, a list per prompt, behind the same Manager.
 
-By size: the buffer is full at every size, so that each trajectory that comes in pushes one out, and every prompt holds
-as many answers (32) at every size: what a prompt holds is bounded by an option of its own, and a draw looks at all of
-them. A batch is 16 prompts with 16 answers each, half of the prompts from the recency pool, eager's (the newest 32
-groups) or all that is stored (barrier, before its next sync). `add` and `sample` are timed as the Manager runs them,
-packed arrays in and out, garbage collection included, in seconds of CPU. A figure is the median of the repeats' means.
-Megabytes are the growth of the process (each row has one of its own) once the buffer is full, and later, when all of it
-was replaced once more and all was timed: a few are the timing's own.
+By size: the buffer is full at every size, so each new trajectory pushes one out. Every prompt holds 32 answers at every
+size, because an option bounds them and a draw looks at all of them. A batch is 16 prompts with 16 answers each. Half of
+the prompts come from the recency pool: that of eager (the newest 32 groups), or all that is stored (barrier, before its
+next sync). `add` and `sample` are timed as the Manager runs them: packed arrays in and out, garbage collection
+included, in seconds of CPU. A figure is the median of the repeats' means. Each row has a process of its own. "MB" is
+the growth of that process once the buffer is full. "MB later" is its growth after all was replaced once more and timed;
+the timing itself takes a few MB.
 
 Writes bench/results/buffer.json.
 """
@@ -42,20 +42,21 @@ ADDS, DRAWS = 500, 200  # in a repeat
 
 
 class Writer:
-    """Packed groups of K answers for ever, prompt after prompt in an order that is shuffled again and again."""
+    """Endless packed groups of K answers, prompt after prompt, in an order that is shuffled for every pass."""
 
     def __init__(self, prompts: int) -> None:
         self.prompts, self.rng, self.count, self.order = prompts, np.random.default_rng(0), 0, []
 
     def group(self) -> tuple:
         self.order = self.order or self.rng.permutation(self.prompts).tolist()
-        prompt, out = self.order.pop(), []
+        prompt, trajectories = self.order.pop(), []
         for reward in self.rng.random(K).tolist():
             answer = self.rng.integers(64, size=ANSWER_TOKENS, dtype=np.int32)
             what = (np.full(PROMPT_TOKENS, 3, np.int32), answer, "stop", reward, -2.0)
-            out.append(Trajectory((0, 0, self.count), prompt, *what, np.zeros(ANSWER_TOKENS, np.float32), 0, 0, 0))
+            log_mu = np.zeros(ANSWER_TOKENS, np.float32)
+            trajectories.append(Trajectory((0, 0, self.count), prompt, *what, log_mu, 0, 0, 0))
             self.count += 1
-        return pack(out)
+        return pack(trajectories)
 
 
 def resident() -> int:
@@ -74,7 +75,7 @@ def mean_seconds(work, arguments: list[tuple]) -> float:
 def measure(size: int, pool: str, repeats: int) -> dict:
     """One row of the table: a full buffer of `size` trajectories."""
     store, writer, empty = _Server(size, PER_PROMPT, POOLS[pool], seed=0), Writer(size // PER_PROMPT), resident()
-    for _ in range(3 * size // (2 * K)):  # half as much again as it holds
+    for _ in range(3 * size // (2 * K)):  # 1.5 times what it holds
         store.add_packed(writer.group())
     full = resident() - empty
     add, uniform, softmax = [], [], []
@@ -83,7 +84,7 @@ def measure(size: int, pool: str, repeats: int) -> dict:
         add.append(mean_seconds(store.add_packed, groups))
         uniform.append(mean_seconds(store.sample_packed, [(P, K, 0.5, 0.0)] * DRAWS))
         softmax.append(mean_seconds(store.sample_packed, [(P, K, 0.5, 1.0)] * DRAWS))
-    for _ in range(size // K):  # all of it anew
+    for _ in range(size // K):  # replace all of it
         store.add_packed(writer.group())
     medians = {"add": add, "sample_uniform": uniform, "sample_softmax": softmax}
     return {
@@ -96,7 +97,7 @@ def measure(size: int, pool: str, repeats: int) -> dict:
 
 
 def spread(rows: list[dict], column: str) -> float:
-    """Dearest size over cheapest size, the worse of the two pools."""
+    """Most expensive size over cheapest size, for the worse of the two pools."""
     values = [[r[column] for r in rows if r["pool"] == pool] for pool in POOLS]
     return max(max(v) / min(v) for v in values)
 
@@ -117,7 +118,7 @@ def cost_table(rows: list[dict]) -> str:
 
 
 class Lists:
-    """What one would write first: a list per prompt, and one list of all to find the oldest. Same packed interface."""
+    """A simple buffer: a list per prompt, and one list of all to find the oldest. Same packed interface."""
 
     def __init__(self, capacity: int, per_prompt: int, **_) -> None:
         self.capacity, self.per_prompt = capacity, per_prompt
@@ -146,7 +147,7 @@ class Lists:
 
 
 class BenchManager(BufferManager):
-    """Serves both."""
+    """Serves both kinds of buffer."""
 
 
 BenchManager.register("Lists", Lists, exposed=["pid", "add_packed", "sample_packed"])
@@ -156,11 +157,11 @@ CAPACITY, PROMPTS = 20_000, 8_500  # as many prompts as the default task has
 
 
 def write(proxy, index: int, pace: float, ready, go, seconds: float, results) -> None:
-    """A writer: how many trajectories it got rid of, at `pace` a second or as fast as it can (0)."""
+    """A writer: puts the number of trajectories it wrote, at `pace` per second or at full speed (0), into `results`."""
     prepare_process(f"writer {index}")
     writer = Writer(PROMPTS)
     writer.rng = np.random.default_rng(index)
-    groups = [writer.group() for _ in range(64)]  # made before: a searcher's own work is not what is timed
+    groups = [writer.group() for _ in range(64)]  # made in advance: a searcher's own work is not timed
     ready.release()
     go.wait()
     start, sent = time.time(), 0
@@ -176,7 +177,7 @@ def write(proxy, index: int, pace: float, ready, go, seconds: float, results) ->
 
 
 def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
-    """Seconds of each draw through the Manager; how many of so many batches were late for a trainer that prefetches."""
+    """Draw through the Manager as a prefetching trainer does: (seconds of each draw, late batches, all batches)."""
     import sync
     from config import Config
     from runtime.metrics import Clock
@@ -206,7 +207,7 @@ def draws(proxy, seconds: float) -> tuple[list[float], int, int]:
 
 
 def served(kind: str, writers: int, pace: float, seconds: float) -> dict:
-    """One measurement: what so many writers get rid of, and what a draw takes meanwhile."""
+    """One measurement: the rate of so many writers, and the time of a draw meanwhile."""
     ctx = multiprocessing.get_context("spawn")
     manager = BenchManager(ctx=ctx)
     with uninterrupted(), environment({"OMP_NUM_THREADS": "1"}):
@@ -255,17 +256,17 @@ def served_table(rows: list[dict]) -> str:
 
 
 def figures(rows: list[dict]) -> dict:
-    """What the goals are about."""
+    """The figures that have goals."""
     paced = {n: [r for r in rows if (r["kind"], r["writers"], r["pace"]) == ("ours", n, 1000)] for n in (4, 15)}
-    out = {}
+    found = {}
     if paced[15]:
-        out["taken_in_15_writers_at_1000"] = median(r["taken_in"] for r in paced[15])
+        found["taken_in_15_writers_at_1000"] = median(r["taken_in"] for r in paced[15])
     if paced[4]:
-        out["draw_p99_ms_4_writers"] = median(r["draw_p99_ms"] for r in paced[4])
-    out["late_share"] = {
+        found["draw_p99_ms_4_writers"] = median(r["draw_p99_ms"] for r in paced[4])
+    found["late_share"] = {
         n: round(sum(r["late"] for r in p) / sum(r["draws"] for r in p), 4) for n, p in paced.items() if p
     }
-    return out
+    return found
 
 
 def main() -> None:
@@ -290,7 +291,7 @@ def main() -> None:
 
 
 def all_served(args, began: float) -> list[dict]:
-    """All measurements with writers."""
+    """All measurements with writer processes."""
     settings = [(kind, n, 1000) for kind in KINDS for n in (1, 4, 15)] + [("ours", 15, 0)]
     if args.quick:
         settings = [(kind, 2, 1000) for kind in KINDS]

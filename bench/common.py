@@ -1,4 +1,4 @@
-"""What all benches share: what the figures were measured on, tables, medians, the results' JSON."""
+"""Shared by all benches: a description of the machine, tables, medians, the results' JSON."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def machine(*packages: str) -> dict:
-    """What ran this, without names or paths; versions of the packages that are installed."""
+    """The machine, without names or paths, and the versions of installed packages."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     found = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
@@ -31,9 +31,9 @@ def machine(*packages: str) -> dict:
 def arguments(description: str, repeats: int = 3, **more) -> argparse.Namespace:
     """The options of every bench: --repeats, --quick (small, no results written), --cache; `more` is name=default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=repeats, help="a figure is the median of so many")
-    parser.add_argument("--quick", action="store_true", help="a small setting that only shows that it works")
-    parser.add_argument("--cache", default=str(ROOT / ".cache"), help="where start models are kept")
+    parser.add_argument("--repeats", type=int, default=repeats, help="a figure is the median of that many rounds")
+    parser.add_argument("--quick", action="store_true", help="a small setting that only shows that the bench works")
+    parser.add_argument("--cache", default=str(ROOT / ".cache"), help="folder of start models")
     for name, default in more.items():
         kind = {"nargs": "+", "type": type(default[0])} if isinstance(default, list) else {"type": type(default)}
         parser.add_argument("--" + name.replace("_", "-"), default=default, **kind)
@@ -44,7 +44,7 @@ def arguments(description: str, repeats: int = 3, **more) -> argparse.Namespace:
 
 
 def save(name: str, figures: dict, settings: dict, rows: list[dict], began: float, packages: tuple = ()) -> None:
-    """Write bench/results/<name>.json: the machine, the figures that goals are about, settings, rows a line each."""
+    """Write bench/results/<name>.json: the machine, the figures that have goals, settings, one row per line."""
     head = {"machine": machine(*packages) | {"seconds": round(time.time() - began)}, **figures, "settings": settings}
     text = json.dumps(head, indent=1).removesuffix("\n}")
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
@@ -53,7 +53,7 @@ def save(name: str, figures: dict, settings: dict, rows: list[dict], began: floa
 
 
 def load(name: str) -> dict:
-    """What `save` wrote."""
+    """Read the results that `save` wrote."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 

@@ -2,15 +2,15 @@
 
     python -m bench.decoupling          8 minutes
 
-Every mode generates and trains the same number of trajectories (replay ratio 1). The limit is the longer of: one
-searcher alone (generation, reward, log pi_ref, hand-over), and the trainer alone on a full buffer. Searcher and trainer
-have one thread each, `onpolicy` two. What is timed goes from the first request to the end of the last update, so the
-filling of the pipe at its start counts. `both at once, uncoupled` is what the machine allows two busy processes: the
-searcher fills a buffer that nobody reads, the trainer learns from another one. The learning rate is next to nothing:
-all modes see answers of one kind.
+Every mode generates and trains the same number of trajectories (replay ratio 1). The limit is the longer of two times:
+one searcher alone (generation, reward, log pi_ref, hand-over), and the trainer alone on a full buffer. Searcher and
+trainer have one thread each, `onpolicy` has two. Time runs from the first request to the end of the last update, so the
+first wait for data counts. `both at once, uncoupled` is the speed that the machine allows two busy processes: the
+searcher fills a buffer that nobody reads, and the trainer learns from another one. The learning rate is close to zero,
+so that all modes see the same kind of answers.
 
 balanced      both sides take about as long: answers of 8 tokens, all different, to prompts of 48 (bench/digits.py)
-unbalanced    the default task: short answers that repeat, of which the trainer computes each once
+unbalanced    the default task: short answers that repeat; the trainer computes each of them once
 
 Writes bench/results/decoupling.json.
 """
@@ -65,20 +65,20 @@ def measure(lab: Lab, case: str, steps: int, cache: str) -> list[dict]:
 
 
 def figures(rows: list[dict]) -> dict[str, float]:
-    """Medians over the repeats of what goals are about."""
-    out = {}
+    """The figures that have goals: medians over the repeats."""
+    found = {}
     names = {"eager": "eager, k = 1", "eager_k4": "eager, k = 4", "onpolicy": "onpolicy"}  # k = 1 is the default
     for case, end in (("balanced", ""), ("unbalanced", "_unbalanced")):
         for key, name in names.items():
             ratios = [r["over_limit"] for r in rows if r["case"] == case and r["what"] == name]
             if ratios:
-                out[f"{key}_over_limit{end}"] = round(median(ratios), 3)
+                found[f"{key}_over_limit{end}"] = round(median(ratios), 3)
         both = [
             [r["seconds"] for r in rows if (r["case"], r["what"]) == (case, n)] for n in ("eager, k = 4", UNCOUPLED)
         ]
         if all(both):
-            out[f"eager_k4_over_uncoupled{end}"] = round(median(a / b for a, b in zip(*both, strict=True)), 3)
-    return out
+            found[f"eager_k4_over_uncoupled{end}"] = round(median(a / b for a, b in zip(*both, strict=True)), 3)
+    return found
 
 
 def text(rows: list[dict]) -> str:

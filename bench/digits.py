@@ -2,9 +2,9 @@
 
     3+4 8+5 ... 1+0 =  ->  =07 =13 ... =02
 
-The pairs of digits come units first; the answer has, for each pair, the carry that goes on and the digit that stays: 48
-tokens and an end. The start model is the default task's Llama; it first learnt to add, and then from demonstrations
-whose writer forgets every carry in 70 % of the answers. A third of the problems have no carry.
+The pairs of digits come units first. For each pair the answer has the carry to the next pair and the digit of the sum:
+48 tokens and an end. The start model has the architecture of the default task's Llama. It first learns to add. Then it
+learns from demonstrations that forget every carry in 70 % of the answers. A third of the problems have no carry.
 
     python tba_min.py --task bench/digits.py:make_task --max-new-tokens 49 --max-seconds 60
 """
@@ -18,11 +18,11 @@ CARELESS = 0.7
 
 
 class Digits:
-    """Problems are drawn once and for all, not by the run's seed."""
+    """The problems are always the same; they do not depend on the run's seed."""
 
     def __init__(self) -> None:
         rng = random.Random(20250318)
-        small = [(a, b) for a in range(10) for b in range(10) if a + b <= 8]  # none carries, not even with one more
+        small = [(a, b) for a in range(10) for b in range(10) if a + b <= 8]  # no carry, even with one more
         large = [(a, b) for a in range(10) for b in range(10) if a + b >= 10]
         problems = set()
         while len(problems) < 9000:
@@ -34,16 +34,16 @@ class Digits:
 
     @staticmethod
     def solve(prompt: str, careless: bool = False) -> str:
-        """All steps, right ones, or with every carry forgotten when it is due."""
-        out, carry = [], 0
+        """All steps: the right ones, or with every carry forgotten by the next pair."""
+        steps, carry = [], 0
         for pair in prompt.split():
             total = int(pair[0]) + int(pair[2]) + carry
-            out.append(f"={total:02d} ")
+            steps.append(f"={total:02d} ")
             carry = 0 if careless else total // 10
-        return "".join(out)
+        return "".join(steps)
 
     def reward(self, prompt: str, answer: str) -> float:
-        """1 for the right number, otherwise 0: the digits that stay, and the last carry."""
+        """1 for the right number (the digits of the sum and the last carry), otherwise 0."""
         right = self.solve(prompt)
         same = len(answer) == len(right) and answer[2::4] == right[2::4] and answer[-3] == right[-3]
         return float(same)
@@ -53,7 +53,7 @@ class Digits:
         return [p + self.solve(p, rng.random() < careless) for p in prompts]
 
     def make_start_model(self, folder: Path, seed: int) -> None:
-        """About a minute on one core."""
+        """It takes about a minute on one core."""
         import numpy as np
         import torch
 

@@ -3,9 +3,9 @@
     python -m bench.gpu_check                           writes bench/results/gpu_check.json
     python -m bench.gpu_check --device cpu --quick      the same flow without a GPU, small: its figures mean nothing
 
-Needs torch, transformers and numpy alone; what needs vLLM is left out, with a line, where it isn't installed. Trainer
-and searcher are started here, without the command line. Every GPU that is visible takes part in the checks of weights;
-the rest runs on the first. Exit code 1 when a check fails.
+Needs only torch, transformers and numpy. Without vLLM its checks are left out, and one line says so. Trainer and
+searcher are started here, without the command line. All visible GPUs take part in the checks of weights; the other
+checks run on the first. Exit code 1 when a check fails.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Table:
-    """Results as they come."""
+    """Results, printed as they come."""
 
     def __init__(self) -> None:
         self.rows: list[dict] = []
@@ -70,7 +70,7 @@ class Table:
 
 
 def peer(pipe, device: str) -> None:
-    """Body of a reading process: does what it is told, answers with the result or ("error", traceback)."""
+    """Body of a reading process: obeys commands, and answers with the result or ("error", traceback)."""
     while True:
         what, *args = pipe.recv()
         try:
@@ -107,7 +107,7 @@ class Peer:
 
     def answer(self):
         if not self.pipe.poll(PATIENCE):
-            raise TimeoutError(f"the reading process said nothing for {PATIENCE:.0f} s")
+            raise TimeoutError(f"the reading process sent nothing for {PATIENCE:.0f} s")
         kind, value = self.pipe.recv()
         if kind == "error":
             raise RuntimeError(f"the reading process raised:\n{value}")
@@ -133,7 +133,7 @@ def fingerprint(read: tuple[int, list]) -> tuple:
 
 
 def watch(weights: SharedWeights, snapshots: int) -> tuple[int, int]:
-    """Read that many snapshots whose elements are all alike: (different versions seen, torn ones)."""
+    """Read that many snapshots, each of equal elements: (different versions seen, torn ones)."""
     versions, torn = set(), 0
     for _ in range(snapshots):
         version, tensors = weights.read(PATIENCE)
@@ -143,7 +143,7 @@ def watch(weights: SharedWeights, snapshots: int) -> tuple[int, int]:
 
 
 def seconds_of(work, times: int) -> float:
-    """Median wall time, the first run left out; a GPU's queue is waited for."""
+    """Median wall time without the first run; it includes the GPU's queued work."""
     seconds = []
     for _ in range(times + 1):
         start = time.perf_counter()
@@ -186,7 +186,7 @@ def check_weights(table: Table, reader: Peer, who: str, kind: str, device: str, 
         for _, t in large:
             t.fill_(version % 128)
         weights.publish(large, version)
-        time.sleep((0, 0, 0, 0.005)[version % 4])  # a reader that is slow gets a chance, at times
+        time.sleep((0, 0, 0, 0.005)[version % 4])  # sometimes a slow reader gets a chance
     seen, torn = reader.answer()
     table.add(f"{kind}, {who}: torn reads, {seen} versions of {version} seen", torn, "", torn == 0 and seen > 1)
 
@@ -195,13 +195,13 @@ def check_weights(table: Table, reader: Peer, who: str, kind: str, device: str, 
         version += 1
         weights.publish(large, version)
     grown = allocated(device) - before
-    allowed = 0 if device != "cpu" else 2**23  # a process's resident size is no exact figure
+    allowed = 0 if device != "cpu" else 2**23  # a process's resident size is not exact
     table.add(f"{kind}, {who}: growth over 50 unread pushes", grown / 2**20, "MiB", grown <= allowed)
     bandwidth(table, reader, who, kind, where, device, quick)
 
 
 def bandwidth(table: Table, reader: Peer, who: str, kind: str, where: str, device: str, quick: bool) -> None:
-    """fp32 weights published as bf16, and read, against a copy within the device."""
+    """Bandwidth of fp32 weights, published as bf16 and read, against a copy within the device."""
     count = 2**22 if quick else 2**29  # 8 MiB, or 1 GiB as bf16
     free = torch.cuda.mem_get_info()[0] if device != "cpu" else 2**40
     while count * 16 > free:
@@ -221,7 +221,7 @@ def bandwidth(table: Table, reader: Peer, who: str, kind: str, where: str, devic
 
 
 def pinned(weights: SharedWeights, device: str) -> SharedWeights:
-    """As the trainer does it."""
+    """Page-lock shared memory, as the trainer does."""
     if device != "cpu" and not weights.slots.is_cuda:
         cuda_ipc.pin(weights.slots)
     return weights
@@ -240,7 +240,7 @@ def allocated(device: str) -> int:
 def check_training(table: Table, device: str, quick: bool) -> float:
     """Step time of the trainer's own update on a Llama of middle size; returns its FLOP/s.
 
-    FLOP are 6 a parameter and token, attention left out; the embedding's parameters don't count, it multiplies nothing.
+    FLOP are 6 per parameter and token, without attention and without the embedding, which multiplies nothing.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -299,7 +299,7 @@ def matmul(device: str, size: int) -> float:
 
 
 def check_vllm(table: Table, device: str) -> None:
-    """New weights in a running vLLM: its log-probabilities are those of the new weights, not of the old ones."""
+    """New weights in a running vLLM: its log-probabilities must be those of the new weights, not of the old ones."""
     if not importlib.util.find_spec("vllm"):
         print("--- vLLM is not installed: its checks are left out", flush=True)
         return
@@ -309,7 +309,7 @@ def check_vllm(table: Table, device: str) -> None:
     sending.close()
     try:
         new, old = receiving.recv() if receiving.poll(PATIENCE) else (math.nan, math.nan)
-    except EOFError:  # it raised: the traceback is on the terminal
+    except EOFError:  # the process raised; its traceback is on the terminal
         new = old = math.nan
     process.kill()
     limit = 0.1 if device != "cpu" else 1e-3  # bf16, fp32
@@ -376,7 +376,7 @@ def check_job(table: Table, device: str, visible: str, out: Path, quick: bool) -
     after = summary["accuracy_after"]
     table.add("main job: accuracy after", after, "", None if quick else after >= GOAL)
     table.add("main job: seconds of RL", summary["seconds_rl"], "s")
-    table.add("main job: trajectories trained", summary["trajectories_trained"] / summary["seconds_rl"], "a second")
+    table.add("main job: trajectories trained", summary["trajectories_trained"] / summary["seconds_rl"], "per second")
     table.add("main job: trainer busy", summary["busy_trainer"], "")
     table.add("main job: staleness", summary["staleness_mean"], "updates")
     merge_timeline(out)
@@ -386,7 +386,7 @@ def run_job(config: Config, folder: str, device: str, visible: str, out: Path) -
     """A run without the command line: buffer, searcher, trainer. Returns the trainer's summary.
 
     Raises:
-        RuntimeError: when a process raised or ended; its traceback.
+        RuntimeError: when a process raised or ended, with its traceback.
     """
     board, address = Board(SPAWN, 1), str(out / "weights")
     stored = {"capacity": config.buffer_capacity, "per_prompt": config.per_prompt_capacity, "seed": config.seed}
@@ -414,7 +414,7 @@ def run_job(config: Config, folder: str, device: str, visible: str, out: Path) -
 
 
 def hear(pipes: dict, deadline: float) -> dict:
-    """Messages of the job's processes, up to the trainer's last."""
+    """Receive the job's messages up to the trainer's last one, its summary."""
     while time.monotonic() < deadline:
         for pipe in wait(list(pipes), 1.0):
             try:
@@ -431,7 +431,7 @@ def hear(pipes: dict, deadline: float) -> dict:
 
 
 def job_process(module: str, name: str, board: Board, messages, device: str, out: Path, args: tuple) -> None:
-    """Body of a process of the main job: what child.run does, without its parent's services."""
+    """Body of a process of the main job: like child.run, but without a parent's services."""
     logging.basicConfig(level=logging.INFO, format="    %(message)s", stream=sys.stdout)
     for noisy in ("httpx", "transformers"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -447,7 +447,7 @@ def job_process(module: str, name: str, board: Board, messages, device: str, out
 
 
 def machine(device: str) -> dict:
-    """What ran this, GPU included."""
+    """The machine, its GPU included."""
     found = common.machine("numpy", "torch", "transformers", "vllm") | {"device": "cpu", "gpus": 0}
     if device != "cpu":
         found |= {
@@ -460,7 +460,7 @@ def machine(device: str) -> dict:
 
 def check_all(table: Table, device: str, quick: bool, vllm: bool, out: Path) -> float:
     """Every check in turn; returns the trainer's FLOP/s."""
-    torch.zeros(1, device=device)  # this process touches CUDA first: the spawned ones must work all the same
+    torch.zeros(1, device=device)  # this process uses CUDA first; the spawned ones must work nevertheless
     names = gpu_names() if device != "cpu" else []
     kinds = ["shared-memory"]
     if device != "cpu":
@@ -477,7 +477,7 @@ def check_all(table: Table, device: str, quick: bool, vllm: bool, out: Path) -> 
         reader.end()
     rate = check_training(table, device, quick)
     if device != "cpu":
-        torch.cuda.empty_cache()  # the next checks are other processes'
+        torch.cuda.empty_cache()  # the next checks run in other processes
     if vllm:
         check_vllm(table, device)
     check_job(table, device, names[0] if names else "", out, quick)
@@ -487,7 +487,7 @@ def check_all(table: Table, device: str, quick: bool, vllm: bool, out: Path) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows only that it runs")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM's checks out")
     parser.add_argument("--out", type=Path, help="default: bench/results/gpu_check.json, or gpu_check-cpu.json")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
 """The product's own processes for a bench, loaded once and used for many measurements.
 
-`Lab` starts a trainer and searchers as processes of their own, each of which runs the unchanged `main` of trainer.py or
-searcher.py again and again, and plays the parent (buffer, notice board, syncs) around them. Only start-up is saved: an
-engine is kept from one measurement to the next and gets the new run's weights. The trainer keeps a copy of the weights
-after each update, so that accuracies can be taken when the run is over.
+`Lab` starts a trainer and searchers as separate processes. Each of them runs the unchanged `main` of trainer.py or
+searcher.py again and again. `Lab` itself does the parent's work (buffer, notice board, syncs). Only start-up is saved:
+an engine is kept from one measurement to the next and gets the new run's weights. The trainer keeps a copy of the
+weights after each update, so that accuracies can be measured after the run.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from runtime.child import environment, uninterrupted
 from runtime.metrics import Board
 from sync import lead_sync
 
-FIRST = {"add requests", "generate", "forward, backward"}  # spans that a run begins with
+FIRST = {"add requests", "generate", "forward, backward"}  # a run begins with one of these spans
 
 
 class Worker:
-    """A process that keeps what it has loaded and obeys one command after the other."""
+    """A process that keeps its loaded parts and obeys one command after the other."""
 
     def __init__(self, ctx, name: str, threads: int, board: Board, stand_in: float = 0.0) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Worker:
         self.pipe.send((command, args))
 
     def hear(self, *wanted: str, timeout: float = 600.0):
-        """The value of the next message of a wanted kind. Raises what the worker raised."""
+        """The value of the next message of a wanted kind. An error of the worker is raised here."""
         deadline = time.time() + timeout
         while time.time() < deadline:
             if self.pipe.poll(0.05):
@@ -63,8 +63,8 @@ class Lab:
 
     Args:
         searchers: searcher processes, each with one thread, as the trainer.
-        serial: threads of a further process for onpolicy runs; 0: none.
-        stand_in: answers a second of an engine that only sleeps (bench/scale.py); 0: real engines.
+        serial: threads of one more process, for onpolicy runs; 0: no such process.
+        stand_in: answers per second of an engine that only sleeps (bench/scale.py); 0: real engines.
     """
 
     def __init__(self, searchers: int = 1, serial: int = 0, stand_in: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class Lab:
         self.scratch.cleanup()
 
     def wait_for_all(self) -> None:
-        """Until every process has imported what it needs."""
+        """Wait until every process has imported its modules."""
         for worker in (self.trainer, *self.searchers):
             worker.do("ping")
 
@@ -98,7 +98,7 @@ class Lab:
         """One run. -> start (of the first request), end (of the last update), spans by process, the trainer's summary.
 
         Args:
-            buffer: (manager, proxy) that is full already: the trainer then learns without any searcher.
+            buffer: (manager, proxy) of a full buffer: the trainer then learns without any searcher.
             use: searchers that take part; None: all.
             watch: called with the buffer's process id as the run begins and as it ends.
         """
@@ -110,7 +110,7 @@ class Lab:
         manager, proxy = buffer or self.serve(config)
         searchers = [] if buffer else self.searchers[:use]
         if buffer:
-            self.board.set(Board.SEARCHERS, "generated", 1e12)  # nobody generates: the replay ratio shall not stop it
+            self.board.set(Board.SEARCHERS, "generated", 1e12)  # so that the replay ratio never stops the trainer
         self._begin_searchers(searchers, config, folder, out, proxy)
         self.trainer.begin("train", config, folder, out, proxy)
         pid = proxy.pid() if watch else 0
@@ -128,14 +128,14 @@ class Lab:
         return run | {"handed_over": handed_over, "seconds_searching": now - run["start"]}
 
     def _begin_searchers(self, searchers: list, config: Config, folder: str, out: Path, proxy) -> None:
-        """Let them load; they then wait for the weights."""
+        """Let the searchers load, until they wait for the weights."""
         for i, searcher in enumerate(searchers):
             searcher.begin("search", config, folder, out, i, proxy)
         for searcher in searchers:
             searcher.hear("waiting")
 
     def generate(self, config: Config, folder: str, trajectories: int) -> tuple[float, tuple]:
-        """Searchers alone. -> seconds from the first request to so many handed over, and the (manager, proxy)."""
+        """Searchers alone. -> seconds from the first request to so many handed over, and (manager, proxy)."""
         out = self._fresh()
         served = self.serve(config)
         self._begin_searchers(self.searchers, config, folder, out, served[1])
@@ -148,8 +148,8 @@ class Lab:
         return end - min(_first(s) for s in spans), served
 
     def side_by_side(self, config: Config, folder: str, trajectories: int, full: tuple) -> float:
-        """Both sides at one time with nothing between them: the searchers fill a buffer that nobody reads, the trainer
-        learns from the (manager, proxy) that is full and publishes nothing. -> seconds of the slower one.
+        """Both sides at the same time, without coupling: the searchers fill a buffer that nobody reads, the trainer
+        learns from the full (manager, proxy) and publishes nothing. -> seconds of the slower side.
         """
         out = self._fresh()
         manager, proxy = self.serve(config)
@@ -171,7 +171,7 @@ class Lab:
         return max(reached - min(map(_first, searched)), _measured({"t": learnt}, {}, "t", "t")["seconds"])
 
     def start_folder(self, config: Config) -> str:
-        """Folder of the start model of task and seed, made where it is missing."""
+        """Folder of the start model of task and seed. A missing one is made."""
         from tasks.start_model import start_model_path
 
         place = start_model_path(config)
@@ -180,7 +180,7 @@ class Lab:
         return str(place)
 
     def serve(self, config: Config) -> tuple:
-        """A buffer of its own for a run, as the parent starts it."""
+        """Start a new buffer for a run, as the parent does."""
         from runtime.served_buffer import serve
 
         pool = None if config.sync == "barrier" else config.recent_groups
@@ -200,7 +200,7 @@ class Lab:
         return out
 
     def _lead(self, config: Config, proxy, searchers: list) -> dict:
-        """The parent's part of a run, to the trainer's summary."""
+        """The parent's part of a run, until the trainer's summary comes."""
         absent = set(range(len(searchers), self.board.searchers))
         while True:
             if self.trainer.pipe.poll(0.001 if config.sync == "barrier" else 0.05):
@@ -235,7 +235,7 @@ def _measured(spans: dict, summary: dict, opens: str, closes: str) -> dict:
 
 def _obey(name: str, pipe, board: Board, stand_in: float) -> None:
     children.prepare_process(name)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the output of libraries
     here = SimpleNamespace(name=name, pipe=pipe, board=board, engines={}, snapshots=[])
     if stand_in:
         _stand_in(stand_in)
@@ -245,12 +245,12 @@ def _obey(name: str, pipe, board: Board, stand_in: float) -> None:
         command, args = pipe.recv()
         try:
             pipe.send(("result", COMMANDS[command](here, *args)))
-        except BaseException:  # told to the bench, which ends
+        except BaseException:  # reported to the bench, which then ends
             pipe.send(("error", traceback.format_exc()))
 
 
 def _keep_engines(here) -> None:
-    """Let searcher.py find the engine of the run before, with the new run's weights."""
+    """Give searcher.py the engine of the previous run, with the new run's weights."""
     from runtime import loading
     from runtime.policy import load_policy, named_weights
 
@@ -274,7 +274,7 @@ def _keep_engines(here) -> None:
 
 
 def _stand_in(rate: float) -> None:
-    """Let searcher.py find an engine and a reference that sleep as a GPU would compute, `rate` answers a second."""
+    """Give searcher.py an engine and a reference that sleep like a GPU with `rate` answers per second."""
     import searcher
     from bench.stand_in import StandIn, log_ref
     from runtime import loading
@@ -284,7 +284,7 @@ def _stand_in(rate: float) -> None:
 
 
 class _Messages:
-    """A child's pipe to its parent; of the rows nobody here reads any."""
+    """A child's pipe to its parent, without the metrics rows, which nobody reads here."""
 
     def __init__(self, pipe) -> None:
         self.pipe = pipe
@@ -304,7 +304,7 @@ def _address(out: Path) -> str:
 
 
 def search(here, config, folder: str, out: Path, index: int, proxy) -> list:
-    """Run searcher.py's main to the stop, and say when it waits for the weights; its spans."""
+    """Run searcher.py's main until the stop; tell when it waits for the weights. -> its spans."""
     import searcher
     from runtime.weights import ask_for
 
@@ -319,7 +319,7 @@ def search(here, config, folder: str, out: Path, index: int, proxy) -> list:
 
 
 def rounds(here, config, folder: str, trajectories: int) -> float:
-    """Seconds in which a searcher generates so many in rounds, each of which lets the engine run empty."""
+    """Seconds in which a searcher generates so many in rounds; in each the engine runs empty."""
     import searcher
 
     child = _child(here)
@@ -339,7 +339,7 @@ def make_start_model(here, config) -> None:
 
 
 def train(here, config, folder: str, out: Path, proxy) -> list:
-    """Run trainer.py's main, with a copy of the weights after each update; its spans."""
+    """Run trainer.py's main, with a copy of the weights after each update. -> its spans."""
     import trainer
 
     here.snapshots = [(0, 0.0, None)]
@@ -367,7 +367,7 @@ def hand_out(here, folder: str, out: Path) -> None:
 
 
 def first_above(here, config, folder: str, target: float, every: int) -> tuple:
-    """(update, time, accuracy) of the first kept weights with that accuracy, or the last with what they have."""
+    """(update, time, accuracy) of the first kept weights with that accuracy; else update None and the last weights."""
     import torch
 
     from runtime.policy import load_policy
@@ -390,7 +390,7 @@ def first_above(here, config, folder: str, target: float, every: int) -> tuple:
 
 
 def ping(here) -> None:
-    """Nothing: whoever answers has loaded."""
+    """Import the heavy modules; the answer says that it is done."""
     import searcher  # noqa: F401
     import trainer  # noqa: F401
 

@@ -1,10 +1,10 @@
-"""How much staleness do TB and policy gradients bear? Exact answers on a problem that can be enumerated.
+"""How much staleness do TB and policy gradients tolerate? Exact answers on a problem that can be enumerated.
 
-256 sequences (4 tokens of a vocabulary of 4) from a tabular autoregressive policy, a random reward in [0, 1] for each,
-start at pi_ref. Every update learns from K sequences by the policy of `lag` updates ago (the start, while there is none
-so old). The figure is KL(pi || target), target = pi_ref * exp(r / beta) / Z, over all sequences, averaged over the last
-100 updates; medians over seeds. All losses have one gradient at lag 0 (that of beta / 2 * TB), so a learning rate means
-the same to each. Four losses are two questions, crossed:
+There are 256 sequences (4 tokens of a vocabulary of 4), each with a random reward in [0, 1]. A tabular autoregressive
+policy starts at pi_ref. Every update learns from K sequences by the policy of `lag` updates ago (at first, by the start
+policy). The figure is KL(pi || target), target = pi_ref * exp(r / beta) / Z, over all sequences, averaged over the last
+100 updates; medians over seeds. All losses have the same gradient at lag 0 (that of beta / 2 * TB), so a learning rate
+means the same for each. The four losses combine two choices:
 
                         log pi of the KL term     importance weight min(pi / mu, 8) of the sequence
     TB                  current                   no
@@ -37,9 +37,9 @@ COMPARED = ("TB", "clipped IS", "frozen KL", "frozen KL + IS")
 
 
 def run(loss: str, optimizer: str, beta: float, updates: int, seeds: int) -> list[dict]:
-    """Train every lag, learning rate and seed at one time (toy.learn), and say how far from the target each ends."""
+    """Train all lags, learning rates and seeds at the same time (toy.learn); return the final KL of each."""
     rates = RATES[optimizer]
-    start = repeated(problem(seeds), len(rates) * len(LAGS))  # rates, in them lags, in them seeds
+    start = repeated(problem(seeds), len(rates) * len(LAGS))  # order: rate, then lag, then seed
     lags = torch.tensor(LAGS).repeat_interleave(seeds).repeat(len(rates))
     course = learn(loss, start, beta, lags, list(rates), updates, K, optimizer)
     final = final_kl(course).view(len(rates), len(LAGS), seeds)
@@ -52,12 +52,12 @@ def run(loss: str, optimizer: str, beta: float, updates: int, seeds: int) -> lis
 
 
 def finite(x: Tensor) -> float | None:
-    """None for what diverged: JSON knows no infinity."""
+    """None for a run that diverged: JSON has no infinity."""
     return x.item() if x.isfinite() else None
 
 
 def machine() -> dict:
-    """What ran this, without names or paths."""
+    """The machine, without names or paths."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -73,7 +73,7 @@ def machine() -> dict:
 
 
 def one_row_a_line(result: dict) -> str:
-    """JSON that a diff can be read of."""
+    """JSON with one row per line, for readable diffs."""
     head = json.dumps(result | {"rows": []}, indent=1).removesuffix("[]\n}")
     return head + "[\n" + ",\n".join(json.dumps(row) for row in result["rows"]) + "\n]}\n"
 

@@ -2,13 +2,13 @@
 
     python -m bench.scale          5 minutes
 
-A searcher's engine and reference are stand-ins that sleep as long as a GPU of a given speed would take, and return
-answers that were made before; all else is the product: 15 processes, hand-over, buffer, prefetching, a real trainer on
-the default task's model. The trainer has one core of its own, everything else shares the other. Goals: ingest grows
-linearly in N, the trainer's step time stays flat (within 10 %), its waiting stays below 1 %. The trainer may learn from
-what is there as often as it likes, so that supply suffices with one searcher too.
+A searcher's engine and reference are stand-ins: they sleep as long as a GPU of a given speed would take, and return
+random answers. All else is real: 15 processes, hand-over, buffer, prefetching, a trainer on the default task's model.
+The trainer has one core of its own; everything else shares the other. Goals: ingest grows linearly in N, the trainer's
+step time stays flat (within 10 %), the trainer waits less than 1 % of the time. The trainer may reuse stored answers
+without limit, so that one searcher is enough for it.
 
-From the processor time of the buffer's process, the searchers and the trainer per trajectory: where the design breaks.
+The processor time per trajectory of the buffer's process, the searchers and the trainer shows where the design ends.
 Writes bench/results/scale.json.
 """
 
@@ -22,9 +22,9 @@ from bench.lab import Lab
 from config import Config, resolve
 
 COUNTS = (1, 2, 4, 8, 15)
-RATE = 120.0  # answers a second of one stand-in
+RATE = 120.0  # answers per second of one stand-in
 OPTIONS = {
-    "engine": "hf",  # so that nobody imports vLLM
+    "engine": "hf",  # so that no process imports vLLM
     "prompts_per_batch": 16, "samples_per_prompt": 16, "in_flight": 64, "replay_ratio": 1e9, "lr": 1e-9,
     "eval_every": 0, "eval_prompts": 1, "max_seconds": 0, "decay_steps": 0, "checkpoint_every": 0,
 }  # fmt: skip
@@ -36,7 +36,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def pin(lab: Lab) -> None:
-    """The trainer alone on the first core, all else on the second."""
+    """Put the trainer alone on the first core, all else on the others."""
     first, *others = sorted(os.sched_getaffinity(0))
     for worker in (lab.trainer, *lab.searchers):
         cores = {first} if worker is lab.trainer else set(others)
@@ -60,7 +60,7 @@ def measure(lab: Lab, searchers: int, steps: int, cache: str) -> dict:
     parts = [[end - start for name, start, end, _ in spans if name == n] for n in ("forward, backward", "step")]
     steps_s = [a + b for a, b in zip(*parts, strict=True)][2:]
     first = min(start for name, start, _, _ in spans if name == "forward, backward")
-    later = [s for s in spans if s[1] >= first and s[3] == 0]  # track 0: what the trainer itself does
+    later = [s for s in spans if s[1] >= first and s[3] == 0]  # track 0: the trainer's main thread
     waits = sum(end - start for name, start, end, _ in later if name.startswith("wait"))
     ingest = run["handed_over"] / run["seconds_searching"]
     return {
@@ -75,7 +75,7 @@ def measure(lab: Lab, searchers: int, steps: int, cache: str) -> dict:
 
 
 def figures(rows: list[dict]) -> dict:
-    """What the goals are about, medians over repeats."""
+    """The figures that have goals, medians over repeats."""
     by = {n: [r for r in rows if r["searchers"] == n] for n in sorted({r["searchers"] for r in rows})}
     one, most = min(by), max(by)
     ingest = {n: median(r["ingest"] for r in mine) for n, mine in by.items()}

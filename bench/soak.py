@@ -1,11 +1,11 @@
 """A long run with faults injected at random: it must survive them all, account for every update, and learn.
 
-    python -m bench.soak                             30 minutes, vLLM (README's figures)
-    python -m bench.soak --minutes 2 --engine hf     what `make test-slow` does
+    python -m bench.soak                             30 minutes, vLLM; writes bench/results/soak.json
+    python -m bench.soak --minutes 2 --engine hf     as in `make test-slow`; writes nothing
 
-After each fault it waits for what must follow: a searcher that is started again, or an end of the run with everything
-cleaned up, after which the run is resumed. The end checks that updates 0, 1, 2, ... are all there once, that no uid is
-stored twice, that accuracy was reached, that memory is flat and nothing is left. Writes bench/results/soak.json.
+After each fault it waits for the right consequence: the searcher is started again, or the run ends, cleans up, and is
+resumed. At the end it checks that each of the updates 0, 1, 2, ... is there exactly once, that no uid is stored twice,
+that the accuracy is reached, that memory is flat, and that nothing is left.
 """
 
 import argparse
@@ -28,22 +28,22 @@ from runtime.files import read_jsonl
 from runtime.served_buffer import unpack
 
 SMALL = 2_000_000  # bytes: a trainer that may write no larger file can't write its optimizer's state of 2.8 MB
-HEARTBEAT = 20  # seconds; a machine that is busy with other things can starve a process for several
+HEARTBEAT = 20  # seconds; on a busy machine a process may get no core for several
 
 
 class Wrong(AssertionError):
-    """Something that must hold does not."""
+    """A check of the soak failed."""
 
 
 class Soak:
-    """One run, again and again resumed."""
+    """One run, resumed again and again."""
 
     def __init__(self, engine: str, cache: str | None) -> None:
         self.tmp = Path(tempfile.mkdtemp(prefix="soak-"))
         self.out = self.tmp / "run"
         self.options = ["--gpus", "0", "--engine", engine, "--steps", "1000000", "--decay-steps", "0", "--lr", "3e-5"]
         self.options += ["--max-seconds", "0", "--eval-every", "50", "--checkpoint-every", "20"]
-        self.options += ["--buffer-capacity", "5000"]  # full soon, so that memory can be seen to stay
+        self.options += ["--buffer-capacity", "5000"]  # soon full, so that memory should stay flat
         self.options += ["--heartbeat-timeout", str(HEARTBEAT), "--max-restarts", "1000"]
         self.options += ["--cache", cache] if cache else []
         self.memory: list[tuple[float, str, int, float]] = []  # seconds, process, resident bytes, its age in seconds
@@ -65,11 +65,11 @@ class Soak:
         )  # fmt: skip
         begun = time.time()
         self.wait(self.trains_since(begun), 400)
-        self.wait(self.ended_or(lambda: all_in(self.out / "checkpoints")), 400)  # or there is nothing to resume
+        self.wait(self.ended_or(lambda: all_in(self.out / "checkpoints")), 400)  # else there is nothing to resume
         print(f"{self.now():7.1f} s  {'resumed' if done else 'started'}, trains update {len(self.rows())}", flush=True)
 
     def trains_since(self, begun: float):
-        """Resumed, a run first drops the rows after its checkpoint."""
+        """A condition for `wait`. A resumed run first drops the rows after its checkpoint."""
         return self.ended_or(lambda: self.rows() and self.changed("metrics.jsonl") > begun and self.trains())
 
     def ended_or(self, condition):
@@ -120,13 +120,13 @@ class Soak:
         deadline = time.time() + seconds
         while not condition():
             if time.time() > deadline:
-                raise Wrong(f"it did not come in {seconds:g} s; the last that was printed:\n{self.printed()[-2000:]}")
+                raise Wrong(f"it did not come in {seconds:g} s; the last output:\n{self.printed()[-2000:]}")
             time.sleep(0.1)
 
     def ends(self, expected: tuple[int, ...], family: list[psutil.Process], noticed: float = 0.0) -> None:
-        """The run must end by itself with one of these codes, with nothing left.
+        """Check that the run ends by itself with one of these exit codes, and leaves nothing behind.
 
-        noticed: seconds after which the fault counts as noticed; the shutdown is timed from there.
+        noticed: seconds until the fault counts as noticed; the shutdown is timed from then on.
         """
         begun = time.time() + noticed
         self.wait(lambda: self.process.poll() is not None, 120)
@@ -140,7 +140,7 @@ class Soak:
     # --- faults -------------------------------------------------------------------------------------------------
 
     def inject(self, fault: str) -> None:
-        """One fault, and what must follow."""
+        """Inject one fault, and wait for its right consequence."""
         victim, _, what = fault.partition(" ")
         family = self.family()
         if victim == "searcher-0":
@@ -177,14 +177,14 @@ FAULTS += ["Ctrl-C twice"]
 
 
 def faults(seed: int):
-    """Every kind once in random order, and again."""
+    """Endless faults: all kinds once in random order, then again."""
     rng = random.Random(seed)
     while True:
         yield from rng.sample(FAULTS, len(FAULTS))
 
 
 def check(soak: Soak, wanted: float) -> dict:
-    """What must hold at the end of a run that was ended by Ctrl-C."""
+    """The checks at the end of a run that was ended by Ctrl-C."""
     summary, rows = json.loads((soak.out / "summary.json").read_text()), soak.rows()
     uids = [t.uid for t in unpack(load_buffer(all_in(soak.out / "checkpoints")[-1])["trajectories"])]
     memory = {name: flat(soak.memory, name) for name in ("parent", "trainer", "buffer", "searcher-0")}
@@ -219,9 +219,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
-    parser.add_argument("--pause", type=float, default=25, help="seconds from one fault to the next, 0.4 to 1.6 times")
-    parser.add_argument("--accuracy", type=float, default=0.95, help="what it must reach")
-    parser.add_argument("--cache", help="where start models are kept")
+    parser.add_argument("--pause", type=float, default=25, help="mean seconds between faults (0.4 to 1.6 times this)")
+    parser.add_argument("--accuracy", type=float, default=0.95, help="held-out accuracy that it must reach")
+    parser.add_argument("--cache", help="folder of start models")
     args = parser.parse_args()
     rng = random.Random(args.seed + 1)
     soak, done = Soak(args.engine, args.cache), []

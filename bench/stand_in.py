@@ -1,4 +1,4 @@
-"""An engine and a reference that only take time, as a GPU of a given speed would (bench/scale.py)."""
+"""An engine and a reference that only sleep, as long as a GPU of a given speed would take (bench/scale.py)."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from runtime.engine import Answer, Engine
 
 
 class StandIn(Engine):
-    """Answers of four tokens, group after group, so many a second; the host's own work overlaps with that."""
+    """Answers of four tokens, group after group, at `rate` per second; the host's own work overlaps with the sleep."""
 
     def __init__(self, rate: float, seed: int) -> None:
         self.rate, self.rng, self.waiting, self.next = rate, np.random.default_rng(seed), deque(), 0.0

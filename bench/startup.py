@@ -1,8 +1,8 @@
 """Seconds from the command to the end of the first optimizer step, by phase: default runs with a cached start model.
 
-The phases are those of the process that everybody waits for: the searcher in `eager`, the one process in `onpolicy`.
+The phases are those of the process that all others wait for: the searcher in `eager`, the one process in `onpolicy`.
 
-    python -m bench.startup [--rounds 3] [...]        what else is given goes to tba_min.py (--cache FOLDER, say)
+    python -m bench.startup [--rounds 3] [...]        further options go to tba_min.py, for example --cache FOLDER
 
 Writes bench/results/startup.json. Make the start model first (`make run`).
 """
@@ -30,7 +30,7 @@ PHASES = {
 
 
 def spans(trace: list[dict], process: str, name: str) -> list[tuple[float, float]]:
-    """Start and end of a process's spans of a name, seconds."""
+    """Start and end, in seconds, of a process's spans with that name."""
     (pid,) = [e["pid"] for e in trace if e["ph"] == "M" and e["args"]["name"] == process]
     mine = [e for e in trace if e["ph"] == "X" and e["pid"] == pid and e["name"] == name]
     return [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in mine]

@@ -1,12 +1,16 @@
-"""Tokens a second of one searcher's engine: kept full as answers end, against batches that drain before the next one.
+"""Tokens per second of one searcher's engine: kept full as answers end, or in batches that drain before the next one.
 
-Answers of 8, 16, 32 or 64 tokens, as many of each and shuffled, of the start model's architecture (a Llama of 345k
-parameters, random weights) on one thread. `drain`: a batch of whole groups runs to the end, then the next one starts.
-`stream`: what `eager` does, groups are asked for as soon as answers end, up to S - 1 of them wait inside the engine.
-`stream, whole groups`: a group is asked for when there is a place for all of it. `stream, single answers`: each answer
-is a request of its own. `+ updates`: new weights every 20 engine steps, in flight; `+ recompute`: keys and values of
-running answers are computed anew after each. All ways take their turn in one process, a few seconds each; ratios are of
-the same round, medians of the rounds. Rewards and log pi_ref are left out: they cost the same in every way.
+The answers have 8, 16, 32 or 64 tokens, equally many of each, in random order. The model has the start model's
+architecture (a Llama with 345k parameters) and random weights; one thread runs it. The ways take turns in one process,
+a few seconds each. A ratio is taken within a round; the result is the median of the rounds. Rewards and log pi_ref are
+left out: they cost the same in every way.
+
+drain                     a batch of whole groups runs to its end, then the next one starts
+stream                    as in `eager`: a group is requested as soon as an answer ends; up to S - 1 answers wait inside
+stream, whole groups      a group is requested when there is room for all of it
+stream, single answers    each answer is a request of its own
++ updates                 new weights every 20 engine steps, while answers run
++ recompute               and the keys and values of running answers are then computed anew
 
     python -m bench.streaming [--rounds 7] [--out bench/results/streaming.json]
 """
@@ -34,7 +38,7 @@ UPDATE_EVERY, WARM_UP = 20, 40  # engine steps
 
 
 class SpreadEngine(VllmEngine):
-    """Answers are as long as `order` says, one after another."""
+    """Each answer takes its length from `lengths`, one after another."""
 
     def restart(self) -> None:
         self.lengths = itertools.cycle(np.random.default_rng(0).permutation(np.tile(LENGTHS, 512)).tolist())
@@ -61,7 +65,7 @@ class SpreadEngine(VllmEngine):
 
 
 def drain(engine: SpreadEngine, steps: int, size: int) -> float:
-    """Tokens a second of batches that run empty."""
+    """Tokens per second of batches that drain."""
     tokens, start = 0, time.perf_counter()
     for _ in range(steps // max(LENGTHS)):
         groups = engine.generate([PROMPT] * (size // S), S)
@@ -70,7 +74,7 @@ def drain(engine: SpreadEngine, steps: int, size: int) -> float:
 
 
 def stream(engine: SpreadEngine, steps: int, size: int, group: int = S, whole: bool = False, weights=None) -> float:
-    """Tokens a second of an engine that is kept full; it is filled before and emptied after the clock runs."""
+    """Tokens per second of an engine that is kept full; it is filled before and emptied after the time is taken."""
     tokens, keys = 0, itertools.count()
     for step in range(-WARM_UP, steps):
         if step == 0:
@@ -79,7 +83,7 @@ def stream(engine: SpreadEngine, steps: int, size: int, group: int = S, whole: b
             engine.load_weights(weights)
         while engine.in_flight + (group if whole else 1) <= size:
             engine.add(next(keys), PROMPT, group)
-        tokens += min(size, engine.in_flight)  # what runs gets a token each
+        tokens += min(size, engine.in_flight)  # each running answer gets a token
         engine.step()
     rate = tokens / (time.perf_counter() - start)
     while engine.in_flight:
@@ -88,7 +92,7 @@ def stream(engine: SpreadEngine, steps: int, size: int, group: int = S, whole: b
 
 
 def measure(engine: SpreadEngine, size: int, rounds: int, weights) -> dict[str, list[float]]:
-    """Tokens a second of each way in each round."""
+    """Tokens per second of each way in each round."""
     ways = {
         "drain": lambda n: drain(engine, n, size),
         "stream": lambda n: stream(engine, n, size),

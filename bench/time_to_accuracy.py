@@ -1,15 +1,17 @@
-"""Seconds to .90 held-out accuracy from the same start models: eager TBA, the serial way, and TRL's GRPOTrainer.
+"""Seconds to .90 held-out accuracy from the same start models: eager TBA, `onpolicy`, and TRL's GRPOTrainer.
 
-    python3.11 -m venv .trlvenv && .trlvenv/bin/pip install -r requirements/trl.txt
-    python -m bench.time_to_accuracy --trl .trlvenv/bin/python          the default task; 8 minutes
+    python -m bench.time_to_accuracy --trl .venv-trl/bin/python         the default task; 8 minutes
     python -m bench.time_to_accuracy --part long                        the generation-bound variant; 8 minutes
 
-All have the same task, reward, P = K = 16, held-out problems, and two threads in all: eager's searcher and trainer have
-one each, the others use both in turn. All of `part default` but one row generate with transformers. Time is wall time
-from the first request for answers to the first weights that reach the accuracy; weights are copied after every update
-and evaluated when the run is over. The learning rate is constant; on the default task each system has its own, the
-best of the same four on the validation split, and so have TRL's batch and threads. Writes
-bench/results/time_to_accuracy.json, a part at a time. Start-up: bench/startup.py, and `startup_seconds_trl` here.
+`make bench` makes .venv-trl, the environment of TRL, and runs both.
+
+All systems have the same task, reward, P = K = 16 (P = 8 in the variant), held-out problems, and two threads in all:
+eager's searcher and trainer have one each, the others use both in turn. In `--part default` all rows but one generate
+with transformers. Time is wall time from the first request for answers to the first weights that reach the accuracy.
+Weights are copied after every update and evaluated after the run. The learning rate is constant. On the default task
+each system has its own: the best of the same four on the validation split. TRL's batch and threads are chosen there
+too. Writes bench/results/time_to_accuracy.json, a part at a time. Start-up: bench/startup.py, and `startup_seconds_trl`
+here.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ from config import Config, resolve
 
 TARGET, K, WARMUP = 0.90, 16, 0
 RATES = (5e-5, 1e-4, 2e-4, 4e-4)
-FRESH = {"recency_prob": 1.0, "replay_ratio": 1.0, "in_flight": 128}  # eager learns once from what is newest
+FRESH = {"recency_prob": 1.0, "replay_ratio": 1.0, "in_flight": 128}  # eager trains once on the newest answers
 SYSTEMS = {
     "eager TBA": {"engine": "hf", **FRESH},
     "eager TBA, vLLM": FRESH,
@@ -34,7 +36,7 @@ SYSTEMS = {
     "onpolicy GRPO": {"engine": "hf", "sync": "onpolicy", "loss": "grpo"},
 }
 TRL = "TRL GRPO"
-VARIANTS = [  # of TRL: threads and options; the first is tuned first, the others at its rate and half of it
+VARIANTS = [  # TRL's threads and options; the first finds the learning rate, the others try it, and some half of it
     (2, {}),
     (1, {}),
     (2, {"per_device_train_batch_size": 128, "steps_per_generation": 2}),
@@ -65,7 +67,7 @@ def configuration(cache: str, seed: int, split: str, steps: int, **options) -> C
 
 
 def one_run(lab: Lab, config: Config, prompts: int = 500, every: int = 1) -> dict:
-    """Run, then look for the first weights that reach the target, on so many problems, after each `every` updates."""
+    """Run, then find the first weights that reach the target on so many problems, among every `every`-th update's."""
     folder = lab.start_folder(config)
     run = lab.run(config, folder)
     worker = lab.serial if config.sync == "onpolicy" else lab.trainer
@@ -83,16 +85,16 @@ def one_run(lab: Lab, config: Config, prompts: int = 500, every: int = 1) -> dic
 
 
 def seconds_by_name(spans: list, start: float, updates: int) -> dict[str, float]:
-    """Seconds an update, by what they were spent on."""
-    out: dict[str, float] = {}
+    """Seconds per update, by span name."""
+    seconds: dict[str, float] = {}
     for name, begin, end, track in spans:
         if begin >= start and track == 0:
-            out[name] = out.get(name, 0.0) + (end - begin) / updates
-    return out
+            seconds[name] = seconds.get(name, 0.0) + (end - begin) / updates
+    return seconds
 
 
 def best(rows: list[dict]) -> dict:
-    """The row settings with the least median seconds to the target; a run that does not reach it counts as endless."""
+    """A row of the settings with the smallest median of seconds; a run that misses the target counts as infinite."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(json.dumps([row["lr"], row.get("threads"), row.get("options")]), []).append(row)
@@ -101,7 +103,7 @@ def best(rows: list[dict]) -> dict:
 
 
 def trl(python: str, cache: str, runs: list[dict], split: str, updates: int, lab: Lab) -> list[dict]:
-    """Runs of TRL in one process of its own environment."""
+    """Run TRL, all runs in one process, with the Python of TRL's environment."""
     folders = {r["seed"]: lab.start_folder(configuration(cache, r["seed"], split, 1)) for r in runs}
     request = {"task": "addition", "folders": folders, "prompts": 16, "k": K, "new_tokens": Config.max_new_tokens}
     request |= {"split": split, "eval_prompts": 500, "every": 1, "target": TARGET, "warmup": WARMUP}
@@ -117,7 +119,7 @@ def trl(python: str, cache: str, runs: list[dict], split: str, updates: int, lab
 
 
 def tune_trl(python: str, cache: str, seeds, updates: int, lab: Lab, quick: bool) -> tuple[dict, list[dict]]:
-    """The best settings of TRL on the validation split, and all that was tried."""
+    """TRL's best settings on the validation split, and the rows of all that were tried."""
     first = [{"seed": s, "lr": lr, "threads": 2, "options": {}} for lr in RATES[: 1 if quick else 4] for s in seeds]
     rows = trl(python, cache, first, "validation", updates, lab)
     rate = best(rows)["lr"]
@@ -185,16 +187,16 @@ def speedups(rows: list[dict]) -> dict[str, float]:
         "onpolicy GRPO": "onpolicy_grpo",
         "eager TBA, vLLM": "vllm_eager",
     }
-    out = {}
+    ratios = {}
     for name, key in names.items():
         theirs = [r for r in rows if r["system"] == name and r["split"] == "heldout"]
         if theirs and all(mine.values()):
-            out[key] = round(median((r["seconds"] or float("inf")) / mine[r["seed"]] for r in theirs), 2)
-    return out
+            ratios[key] = round(median((r["seconds"] or float("inf")) / mine[r["seed"]] for r in theirs), 2)
+    return ratios
 
 
 def bound(serial: dict, gain: float) -> float:
-    """What overlap and streaming can give: (G + T) / max(G, T) of a serial run, times the gain of streaming."""
+    """The largest speed-up by overlap and streaming: (G + T) / max(G, T) of a serial run, times streaming's gain."""
     spans = serial["spans"]["serial"]
     generation = sum(
         spans.get(n, 0.0) for n in ("add requests", "generate", "reward", "log pi_ref", "hand over", "pull weights")
@@ -204,7 +206,7 @@ def bound(serial: dict, gain: float) -> float:
 
 
 def streaming_gain(lab: Lab, config: Config, folder: str, trajectories: int) -> float:
-    """Seconds of one searcher that drains its engine and fills it again, over those of one that keeps it full."""
+    """Seconds of a searcher that drains its engine before it refills it, over those of one that keeps it full."""
     streaming, served = lab.generate(config, folder, trajectories)
     served[0].shutdown()
     draining = lab.searchers[0].do("rounds", config, folder, trajectories)
@@ -248,8 +250,8 @@ PARTS = {"default": default_part, "long": long_part}
 
 
 def tables(result: dict) -> str:
-    """Markdown of what was measured, from the results' JSON."""
-    rows, out = result["rows"], []
+    """Markdown tables of the results' JSON."""
+    rows, parts = result["rows"], []
     for part in PARTS:
         names = list(dict.fromkeys(r["system"] for r in rows if r["part"] == part))
         lines = []
@@ -260,8 +262,8 @@ def tables(result: dict) -> str:
             lines.append([name, f"{mine[0]['lr']:g}", " / ".join(seconds), counts])
         if lines:
             head = [part, "learning rate", "seconds to .90", "trajectories"]
-            out.append(table(head, lines))
-    return "\n\n".join(out)
+            parts.append(table(head, lines))
+    return "\n\n".join(parts)
 
 
 def main() -> None:

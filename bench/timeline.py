@@ -1,11 +1,11 @@
-"""Who does what when: `onpolicy`, `barrier` and `eager` side by side, how busy each process is, what recording costs.
+"""Who does what when: `onpolicy`, `barrier` and `eager` side by side, each process's busy share, the cost of recording.
 
-Default runs (k = 1; `barrier` too), a few seconds of each, in turn. Draws docs/timeline.png from the last round, and
-writes bench/results/timeline.json: busy share and seconds waited by cause (medians of the rounds), spans a second of
-the process that records most, and what they cost: the time of an empty span (less that of an empty with statement,
-measured in the same process, median of 7 times 100,000) times their number, as a share of the run's time.
+Default runs (k = 1, `barrier` too), a few seconds of each, in turn. Draws docs/timeline.png from the last round. Writes
+bench/results/timeline.json: busy shares and shares of time waited by cause (medians of the rounds), spans per second of
+the process that records most, and their cost as a share of the run's time. The cost is the number of spans times the
+time of an empty span, minus that of an empty with statement (same process, median of 7 times 100,000).
 
-    python -m bench.timeline [--rounds 3] [--seconds 8] [...]         what else is given goes to tba_min.py
+    python -m bench.timeline [--rounds 3] [--seconds 8] [...]         further options go to tba_min.py
 """
 
 import argparse
@@ -40,7 +40,7 @@ def one_run(mode: str, seconds: float, options: list[str]) -> tuple[dict, list[d
 
 
 def span_seconds(repeats: int = 7, spans: int = 100_000) -> float:
-    """What a span costs, beyond an empty with statement."""
+    """Seconds of a span, minus those of an empty with statement."""
     clock, nothing, costs = Clock(), nullcontext(), []
     for _ in range(repeats):
         times = [time.perf_counter()]
@@ -54,7 +54,7 @@ def span_seconds(repeats: int = 7, spans: int = 100_000) -> float:
 
 
 def recorded(trace: list[dict]) -> float:
-    """Spans a second of the process that records most, from the first update on."""
+    """Spans per second of the process that records most, from the first update on."""
     start = min(e["ts"] for e in trace if e["name"] == "forward, backward") / 1e6
     late = [e for e in trace if e["ph"] == "X" and e["ts"] / 1e6 > start]
     seconds = max((e["ts"] + e["dur"]) / 1e6 for e in late) - start

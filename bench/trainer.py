@@ -1,11 +1,11 @@
-"""What a training step costs over the bare forward and backward of the same tokens.
+"""The cost of a training step over the bare forward and backward of the same tokens.
 
     python -m bench.trainer          1 minute
 
-The step is all that the trainer does with a batch it holds: metrics of the batch, padding, loss, checks, clipping,
-optimizer, publication. Bare are forward, cross-entropy and backward on tensors that are laid out already. Both on one
-thread, in turns; a figure is the median of the repeats' ratios. All answers differ, but in the last row, where they
-repeat as on the default task: the trainer then computes each once, and bare computes all.
+The step is all that the trainer does with a batch that it holds: metrics of the batch, padding, loss, checks, clipping,
+optimizer, publication. Bare is forward, cross-entropy and backward on tensors that are already padded. Both take turns
+on one thread. A figure is the median of the repeats' ratios. All answers differ, except in the last row, where they
+repeat as on the default task: the trainer then computes each of them once, and bare computes all.
 
 Writes bench/results/trainer.json.
 """
@@ -34,7 +34,7 @@ def batch(shape: tuple, rng: np.random.Generator) -> list[list[Trajectory]]:
         prompt = rng.integers(2, 12, prompt_tokens, dtype=np.int32)
         answers = [rng.integers(2, 12, answer_tokens, dtype=np.int32) for _ in range(different)]
         for j, answer in enumerate(answers):
-            answer[:2] = divmod(j, 10)  # so that they differ for certain
+            answer[:2] = divmod(j, 10)  # so that all of them differ
         group = []
         for j in range(k):
             log_mu = rng.random(answer_tokens, dtype=np.float32)

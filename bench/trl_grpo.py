@@ -3,8 +3,8 @@
     python -m bench.trl_grpo REQUEST.json ANSWER.json
 
 The request names the task, the folder of each seed's start model, and the runs: seed, learning rate, updates, threads,
-and further options of GRPOConfig. Weights are copied after each update and evaluated after the run; the answer has, for
-each run, the seconds from the first request for answers to the first weights that reach the accuracy.
+and further options of GRPOConfig. Weights are copied after each update and evaluated after the run. For each run the
+answer has the seconds from the first request for answers to the first weights that reach the accuracy.
 """
 
 import json
@@ -24,7 +24,7 @@ from tasks import is_right, load_task  # noqa: E402
 
 
 class Snapshots(TrainerCallback):
-    """When training begins, and a copy of the weights after each update."""
+    """The time when training begins, and a copy of the weights after each update."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start, self.kept = time.time(), []
@@ -35,7 +35,7 @@ class Snapshots(TrainerCallback):
 
 
 def accuracy(model, tokenizer, task, prompts: list[str], new_tokens: int) -> float:
-    """Share of prompts that are answered right, greedily. All prompts are of one length here."""
+    """Share of prompts whose greedy answer is right. All prompts must have the same length."""
     ids = torch.tensor(tokenizer(prompts, add_special_tokens=False)["input_ids"])
     with torch.no_grad():
         out = model.generate(
@@ -87,7 +87,7 @@ def one_run(request: dict, run: dict) -> dict:
             break
     row = {key: run[key] for key in ("seed", "lr", "threads")} | {"options": run.get("options", {})}
     row |= {"update": found, "seconds": reached - watch.start if found else None, "accuracy": share}
-    generated = options["per_device_train_batch_size"] / options["num_iterations"]  # answers an update, on average
+    generated = options["per_device_train_batch_size"] / options["num_iterations"]  # mean answers per update
     row["start"] = watch.start
     return row | {"trajectories": found and round(generated * found), "seconds_an_update": took / run["updates"]}
 

@@ -1,11 +1,11 @@
-"""What it costs to publish the weights, and to pull them into a running vLLM, against one copy of the same bytes.
+"""The cost of publishing the weights and of pulling them into a running vLLM, against one copy of the same bytes.
 
     python -m bench.weights          3 minutes
 
-Random weights, under a million parameters and under 135 million, in the shapes of real models: the default task's,
-made wider, and SmolLM2-135M. `copy` is one memcpy of as many bytes between two warm pieces of memory. `reload` is
-vLLM's own weight update from tensors that lie there. All on one thread, in turns; a figure is the median of the
-repeats' ratios.
+The weights are random, in the shapes of two models: the default task's, made wider (under a million parameters), and
+SmolLM2-135M (under 135 million). `copy` is one memcpy of as many bytes between two warm pieces of memory. `reload` is
+vLLM's own weight update from tensors in memory. All take turns on one thread. A figure is the median of the repeats'
+ratios.
 
     publish / copy                  goal: at most 1.2
     pull / (copy + reload)          goal: at most 1.2 (a pull is read, then reload)
@@ -53,7 +53,7 @@ def seconds(work) -> float:
 
 
 def measure(size: str, repeats: int, times: int) -> list[dict]:
-    """All repeats of one size."""
+    """Measure all repeats of one size."""
     import torch
 
     from runtime.engine import Sampling, VllmEngine

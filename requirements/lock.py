@@ -1,19 +1,20 @@
 """Make the lists of requirements from requirements.in: `make lock` (it needs the network; any Python, any platform).
 
     cpu.txt        Linux, x86_64 and aarch64: complete for `pip install --no-deps -r`
-    macos.txt      macOS on Apple silicon: the same without vLLM, and so without what only vLLM needs
-    gpu.txt        Linux with NVIDIA GPUs: what requirements.in names; pip adds what CUDA's vLLM needs
-    notebooks.txt  for Jupyter. What is asked for by name stands at the top and stays; below it comes what that needs
-    lab.txt        and the lists before it do not have.
+    macos.txt      macOS on Apple silicon: the same without vLLM and the packages that only vLLM needs
+    gpu.txt        Linux with NVIDIA GPUs: the packages of requirements.in; pip adds those that CUDA's vLLM needs
+    notebooks.txt  for the notebooks: the upper part is written by hand; the lower part, made here, has the packages
+                   that the upper part needs and the lists before it do not have
+    lab.txt        for JupyterLab, made in the same way
 
 One list serves every supported Python. uv resolves it for the oldest (3.11.0), because a package's newest release may
 refuse that; tests/test_lock.py checks that every pin has a wheel for every Python. Pins stay as they are where they
 can; `make lock ARGS=--upgrade` takes the newest.
 
-Left out are: torchvision, torchaudio and torchcodec (PyPI's builds do not load beside the CPU build of torch, and then
-every import of transformers fails), compilers of kernels (triton, numba, llvmlite, intel-openmp), CUDA's libraries, and
-what serves HTTP endpoints, tools, images and telemetry exports. tests/test_setup.py checks that what is left imports
-and runs.
+These are left out: torchvision, torchaudio and torchcodec (PyPI's builds do not load beside the CPU build of torch, and
+then every import of transformers fails), compilers of kernels (triton, numba, llvmlite, intel-openmp), CUDA's
+libraries, and packages for HTTP endpoints, tools, images and telemetry exports. tests/test_setup.py checks that the
+rest imports and runs.
 """
 
 import os
@@ -36,7 +37,7 @@ LEFT_OUT = set(
     hf-xet email-validator dnspython grpcio opentelemetry-exporter-otlp opentelemetry-exporter-otlp-proto-grpc
     """.split()
 )
-CUDA = ("nvidia-", "cuda-")  # what PyPI's torch asks for and the CPU build does not
+CUDA = ("nvidia-", "cuda-")  # PyPI's torch needs these, the CPU build does not
 HEAD = """\
 # For {}. Pinned; made by `make lock` from requirements.in. Install with `pip install --no-deps -r`: the list
 # is complete for text models on a CPU, and leaves out what metadata asks for besides (see requirements/lock.py).
@@ -55,7 +56,7 @@ def names(text: str) -> set[str]:
 
 
 def resolve(asked: str, pins: str, platform: str, *arguments: str | Path) -> list[str]:
-    """All that a platform needs for what is asked for, pinned as in `pins` where that is possible."""
+    """All packages that `asked` needs on a platform, pinned as in `pins` where that is possible."""
     with tempfile.TemporaryDirectory() as folder:
         source, made, torch = (Path(folder) / name for name in ("asked.in", "made.txt", "torch.txt"))
         source.write_text(asked)

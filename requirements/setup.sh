@@ -9,10 +9,10 @@ set -eu
 venv=$1
 list=$2  # empty when this kind of machine has none
 supported="3.14 3.13 3.12 3.11"    # newest first; tests/test_lock.py checks the lists for each
-fetched=3.13                       # what uv gets when there is none
+fetched=3.13                       # uv gets this one when there is none
 torch_cpu=https://download.pytorch.org/whl/cpu
 case "$(uname -m) $list" in
-    "aarch64 "*gpu.txt) supported="3.12 3.11" fetched=3.12 ;;  # vLLM needs pynvvideocodec, without newer wheels
+    "aarch64 "*gpu.txt) supported="3.12 3.11" fetched=3.12 ;;  # vLLM needs pynvvideocodec: no wheels for newer ones
 esac
 
 stop() {
@@ -20,7 +20,7 @@ stop() {
     exit 1
 }
 
-version() {  # of the Python $1, as in 3.13; nothing when it does not run
+version() {  # the version of the Python $1, for example 3.13; nothing when it does not run
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
 }
 
@@ -51,14 +51,14 @@ done
 
 # ---- the environment ----------------------------------------------------------------------------------------------
 
-find_uv() {  # the path of uv; it is installed into the folder $1 when the machine has none
+find_uv() {  # print the path of uv; install it into the folder $1 when the machine has none
     if command -v uv; then
         return
     fi
     for name in ${bare:-} python3 python; do
         if "$name" -m venv "$1/venv" && "$1/venv/bin/python" -m pip install uv; then
             where=$1/venv
-        elif "$name" -m pip install --target "$1/target" uv; then  # a Debian that has pip and no venv
+        elif "$name" -m pip install --target "$1/target" uv; then  # a Debian with pip and without venv
             where=$1/target
         else
             continue
@@ -68,7 +68,7 @@ find_uv() {  # the path of uv; it is installed into the folder $1 when the machi
     done
 }
 
-make_with_uv() {  # an environment of the Python $1, a path or a version
+make_with_uv() {  # make an environment with the Python $1, a path or a version
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
     uv=$(find_uv "$folder")
@@ -77,7 +77,7 @@ make_with_uv() {  # an environment of the Python $1, a path or a version
     "$uv" venv --quiet --seed --python "$1" "$venv"
 }
 
-is_right() {  # the environment that is there already
+is_right() {  # whether the environment that is there already is right
     is_supported "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || return 1
     [ -z "${PYTHON:-}" ] || [ "$(version "$PYTHON")" = "$(version "$venv/bin/python")" ]
 }
@@ -106,7 +106,7 @@ pip() {
 echo "tba_min: Python $(version "$venv/bin/python") in $venv gets $list: about 2 GB, a few minutes, once ..."
 torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$list")
 if [ -n "$torch" ] && [ "$(uname -s)" = Linux ]; then
-    # the CPU build; `torch==2.13.0` in the list is then there. Your index may have it, PyTorch's has it.
+    # the CPU build; it satisfies `torch==2.13.0` in the list. Your index may have it, PyTorch's has it.
     log=$venv/torch.log
     pip --no-deps "$torch+cpu" 2>"$log" || pip --no-deps --index-url "$torch_cpu" "$torch+cpu" 2>>"$log" || {
         echo "tba_min: no CPU build of torch is in reach ($log); PyPI's is taken, with CUDA's libraries: 4 GB more"
@@ -118,7 +118,7 @@ case $list in
     *) pip -r "$list" ;;
 esac
 case $list in
-    *cpu.txt)  # vLLM's wheel does not bring this library, and a small Debian or Fedora does not have it
+    *cpu.txt)  # vLLM's wheel lacks this library, and so does a small Debian or Fedora
         "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
             echo "tba_min: vLLM needs libnuma.so.1; install it: apt install libnuma1, or dnf install numactl-libs" ;;
 esac

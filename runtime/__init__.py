@@ -1,1 +1,1 @@
-"""What the heart stands on: engines, weights, processes, files, the screen. Nothing here knows trainer or searcher."""
+"""Parts that the main modules use: engines, weights, processes, files, the screen. None knows trainer or searcher."""

@@ -1,10 +1,10 @@
-"""Checkpoints: all that a resumed run needs, in a folder that is either whole or not there.
+"""Checkpoints: everything that a resumed run needs, in a folder that is either complete or absent.
 
-`checkpoints/step-<n>/` is the policy as a Hugging Face folder, and beside it `trainer.pt` (optimizer, schedules, head,
-reference, random states), `buffer.npz` and `buffer.json` (the replay buffer), `progress.json` (counters), and
-`manifest.json` with every file's size and SHA-256. It is written under another name, forced to disk and renamed, so
-that a full disk or a kill leaves the previous one as it was. Nothing in it is unpickled: tensors are read as
-safetensors or with `weights_only`, arrays without pickling.
+`checkpoints/step-<n>/` holds the policy as a Hugging Face folder, `trainer.pt` (optimizer, schedules, head, reference,
+random states), `buffer.npz` and `buffer.json` (the replay buffer), `progress.json` (counters), and `manifest.json` with
+every file's size and SHA-256. The folder is written under another name, forced to disk and renamed. So a full disk or a
+kill leaves the previous checkpoint as it was. Nothing in it is unpickled: tensors are read as safetensors or with
+`weights_only`, arrays without pickling.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST = "manifest.json"
 HALF = ".writing-"  # a checkpoint that is being written, or whose writer died
-ARRAYS = ("head", "prompts", "responses", "log_mu")  # of served_buffer.pack
+ARRAYS = ("head", "prompts", "responses", "log_mu")  # of served_buffer.pack, in its order
 
 
 def write(root: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
-    """Make `root/step-<n>` whole or not at all, then remove all but the last `keep`.
+    """Write `root/step-<n>` completely or not at all. Then remove all checkpoints but the last `keep`.
 
     Args:
-        fill: called with an empty folder, into which it writes the files.
+        fill: writes the files into the empty folder that it is given.
 
     Raises:
-        OSError: when the disk is full, say; what was there before is untouched.
+        OSError: for example when the disk is full; earlier checkpoints stay as they were.
     """
     place, half = root / f"step-{step}", root / f"{HALF}step-{step}"
     clear_halves(root)
@@ -72,7 +72,7 @@ def all_in(root: Path) -> list[Path]:
 
 
 def clear_halves(root: Path) -> None:
-    """Remove what a killed writer left."""
+    """Remove the unfinished folders of killed writers."""
     for half in root.glob(f"{HALF}*"):
         shutil.rmtree(half, ignore_errors=True)
 
@@ -81,11 +81,11 @@ def last_in(out: Path) -> Path:
     """The last checkpoint of a run's folder, checked.
 
     Raises:
-        ConfigError: one line that names the file and what is wrong with it.
+        ConfigError: one line that names the file and its problem.
     """
     found = all_in(out / "checkpoints")
     if not found:
-        raise ConfigError(f"--resume {out}: there is no checkpoint in it; start anew")
+        raise ConfigError(f"--resume {out}: there is no checkpoint in it; start a new run")
     try:
         check(found[-1])
     except ConfigError as error:
@@ -110,9 +110,9 @@ def check(place: Path) -> None:
             raise ConfigError(f"{path} is missing")
         found = _describe(path)
         if found["bytes"] != expected.get("bytes"):
-            raise ConfigError(f"{path} has {found['bytes']} bytes where {expected.get('bytes')} were written")
+            raise ConfigError(f"{path} has {found['bytes']} bytes where its manifest has {expected.get('bytes')}")
         if found != expected:
-            raise ConfigError(f"{path} is damaged: its SHA-256 is not the one that was written down")
+            raise ConfigError(f"{path} is damaged: its SHA-256 differs from the one in its manifest")
 
 
 def save(
@@ -124,16 +124,16 @@ def save(
     buffer: dict | None,
     progress: dict,
 ) -> Path:
-    """Write `root/step-<n>`: the policy as a Hugging Face folder, and beside it all else that a resumed run needs.
+    """Write `root/step-<n>`: the policy as a Hugging Face folder, and the rest that a resumed run needs.
 
     Args:
         keep: checkpoints to keep.
         learner: Learner.state_dict().
         buffer: RemoteBuffer.packed_state(); None where there is no buffer (onpolicy).
-        progress: counters, `step` among them, as JSON.
+        progress: counters, `step` included; they are saved as JSON.
 
     Raises:
-        OSError: when writing fails, whatever the libraries call that.
+        OSError: when writing fails, also where a library raises an error of its own.
     """
     import torch
     from safetensors import SafetensorError
@@ -155,7 +155,7 @@ def save(
 
 
 def restore(folder: Path) -> tuple[dict, dict]:
-    """The learner's state and the progress that `save` wrote; torch's random states are set to what they were."""
+    """Restore torch's random states; return the learner's state and the progress that `save` wrote."""
     import torch
 
     state = torch.load(folder / "trainer.pt", weights_only=True, map_location="cpu")
@@ -166,14 +166,14 @@ def restore(folder: Path) -> tuple[dict, dict]:
 
 
 def save_buffer(folder: Path, state: dict) -> None:
-    """A buffer's packed state as arrays and JSON."""
+    """Save a buffer's packed state as arrays and JSON."""
     np.savez(folder / "buffer.npz", **dict(zip(ARRAYS, state["trajectories"], strict=True)))
     rest = {key: value for key, value in state.items() if key != "trajectories"}
     (folder / "buffer.json").write_text(json.dumps(rest))
 
 
 def load_buffer(folder: Path) -> dict | None:
-    """What `save_buffer` wrote, or None where the run had no buffer (onpolicy)."""
+    """The packed state that `save_buffer` wrote; None when the run had no buffer (onpolicy)."""
     if not (folder / "buffer.json").exists():
         return None
     state = read_json(folder / "buffer.json")
@@ -197,15 +197,15 @@ def _force_to_disk(path: Path) -> None:
 
 
 def take_up(start: Path, board: Board, buffer: BaseProxy | None) -> tuple[int, int]:
-    """Give a run's buffer and its searchers' counters what a checkpoint has (the parent's part of a resume).
+    """Restore a run's buffer and its searchers' counters from a checkpoint (the parent's part of a resume).
 
-    Returns the checkpoint's update, and the first incarnation that no searcher has had: so no uid comes twice.
+    Returns the checkpoint's update, and the first incarnation number that no searcher had, so that no uid occurs twice.
     """
     progress, state = read_json(start / "progress.json"), load_buffer(start)
     if not buffer or not state:
         return progress["step"], 0
     buffer.load_packed_state(state)
-    for name in Board.COUNTS:  # spread out: the number of searchers may have changed
+    for name in Board.COUNTS:  # shared out anew: the number of searchers may have changed
         for i in range(board.searchers):
             board.set(Board.SEARCHERS + i, name, sum(progress["source"][name][i :: board.searchers]))
     return progress["step"], 1 + max((uid[1] for uid in state["trajectories"][0]["uid"].tolist()), default=-1)

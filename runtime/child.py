@@ -1,7 +1,7 @@
-"""Child processes: their start and their end, as each child does it, and the parent's part around it.
+"""Child processes: how a child starts and ends, and the parent's part of that.
 
-A child takes the run's folder, board and pipes, does its job, and tells the parent what happened. It ignores Ctrl-C
-(the parent tells it to stop), ends at once when the parent is gone, and never leaves an error unreported.
+A child gets the run's folder, the notice board and its pipes, does its job, and reports the end to the parent. It
+ignores Ctrl-C, because the parent tells it to stop. It ends at once when the parent is gone. It reports every error.
 """
 
 import importlib
@@ -35,7 +35,7 @@ ORPHANED = 3  # exit code of a child whose parent is gone
 
 @dataclass
 class Child:
-    """A process of a run, as its own job sees it."""
+    """A process of a run: the parts of it that its own job uses."""
 
     name: str
     board: Board
@@ -43,19 +43,19 @@ class Child:
     device: str
     started: float
     clock: Clock = field(default_factory=Clock)
-    _beats_itself: bool = True  # while it starts
+    _beats_itself: bool = True  # True while it starts: a thread beats
 
     def __post_init__(self) -> None:
         threading.Thread(target=self._beat_in_long_jobs, daemon=True, name="heartbeat").start()
 
     def beat(self) -> None:
-        """A sign of life; the job's loop gives one each time round, and never less often than --heartbeat-timeout."""
+        """Give a sign of life. The job's loop does so each time round, at least once per --heartbeat-timeout."""
         self._beats_itself = False
         self.board.set(Board.row(self.name), "alive", time.time())
 
     @contextmanager
     def long_job(self) -> Iterator[None]:
-        """For what has no loop to give signs of life and may take minutes: a thread gives them meanwhile."""
+        """For work that has no loop and may take minutes: a thread gives the signs of life meanwhile."""
         self._beats_itself = True
         try:
             yield
@@ -76,11 +76,11 @@ class Child:
 def run(
     module: str, name: str, board: Board, messages: Connection, logs: Queue, device: str, out: Path, args: tuple
 ) -> None:
-    """Process target: call `module.main(child, *args)`, report how it ended, leave without ceremony."""
+    """Process target: call `module.main(child, *args)`, report how it ended, exit at once."""
     started = time.time()
     prepare_process(name)
     output = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(output, 1)  # the terminal is the parent's; what libraries print is kept in the run's folder
+    os.dup2(output, 1)  # the terminal is the parent's; the output of libraries goes to the run's folder
     os.dup2(output, 2)
     to_parent = logging.handlers.QueueHandler(logs)
     to_parent.setFormatter(logging.Formatter("%(message)s"))  # the parent's handler adds the rest
@@ -92,10 +92,10 @@ def run(
             target = importlib.import_module(module).main
         target(child, *args)
         save_spans(child.clock, out / f"{name}.spans.json")
-    except ConfigError as error:  # what the user gave is wrong; where in our code that showed is of no use to them
+    except ConfigError as error:  # the user's input is wrong, so a traceback of our code would not help
         code = 1
         messages.send(("refused", str(error)))
-    except BaseException as error:  # the last stop: everything is reported, nothing goes on
+    except BaseException as error:  # every other error is reported too, then the process ends
         code = 1
         messages.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc(), _where(error))))
     finally:
@@ -109,7 +109,7 @@ def run(
 
 
 def _where(error: BaseException) -> str:
-    """The line that raised, `file:line`: two errors of one type from one line are the same error again."""
+    """The line that raised, as `file:line`. Two errors of one type from one line count as the same error."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.filename}:{last.lineno}"
 
@@ -127,17 +127,17 @@ def prepare_buffer(board: Board) -> None:
 
 
 def prepare_process(name: str) -> None:
-    """Title, no Ctrl-C of its own, and an end when the parent ends."""
+    """Set the title, ignore Ctrl-C, and end when the parent ends."""
     from setproctitle import setproctitle
 
     setproctitle(f"tba_min {name}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it came blocked (see `uninterrupted`)
-    tqdm.set_lock(threading.RLock())  # tqdm's own would be a named semaphore, which a kill leaves behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is blocked until here (see `uninterrupted`)
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a named semaphore, which a kill leaves behind
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
         wait([parent.sentinel])
-        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # the parent's, with all sockets
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # the parent's folder of sockets
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
@@ -161,7 +161,7 @@ def local_socket(name: str) -> str:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the processes started in the body of a with statement."""
+    """Set environment variables for the processes that start in the body of a with statement."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -173,7 +173,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back around the start of a process: the child never sees it, the parent does afterwards."""
+    """Delay Ctrl-C while a process starts: the child never gets it, the parent gets it afterwards."""
     came: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda *_: came.append(1))  # numpy's threads take it although it is blocked
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child starts with the mask of this thread
@@ -187,7 +187,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 class RunLog(logging.FileHandler):
-    """All records go into the file, those of tba_min itself to the terminal too."""
+    """Writes all records into the file, and those of tba_min itself to the terminal too."""
 
     def __init__(self, path: Path, screen: Screen) -> None:
         super().__init__(path, encoding="utf-8")
@@ -203,13 +203,13 @@ class RunLog(logging.FileHandler):
 def start_logging(path: Path, screen: Screen) -> logging.Handler:
     """One handler for the records of all processes.
 
-    multiprocessing_logging's install function refuses *spawn*, but its handler works under it when its queue is a
-    spawn context's; children attach a QueueHandler to that queue (child.py).
+    multiprocessing_logging's install function refuses *spawn*. But its handler works with it when the handler's queue
+    comes from a spawn context. Children attach a QueueHandler to that queue (`run`).
     """
     from multiprocessing_logging import MultiProcessingHandler
 
-    multiprocessing.set_start_method("spawn", force=True)  # its queue comes from the default context
+    multiprocessing.set_start_method("spawn", force=True)  # the handler's queue comes from the default context
     handler = MultiProcessingHandler("logs", sub_handler=RunLog(path, screen))
-    handler.queue.cancel_join_thread()  # a child that is killed as it writes keeps the queue's lock for ever
+    handler.queue.cancel_join_thread()  # a child that is killed while it writes never frees the queue's lock
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     return handler

@@ -1,11 +1,11 @@
-"""How a tensor on the trainer's GPU is opened by another process: CUDA IPC, and what surrounds it.
+"""CUDA IPC: how another process opens a tensor on the trainer's GPU.
 
-`torch.multiprocessing` can send such tensors, but the handle names the device by the *sender's* index, and each of our
+`torch.multiprocessing` can send such tensors, but its handle names the device by the *sender's* index. Each of our
 processes sees other devices under other indices (placement.py). So the handle travels with the device's UUID, and the
-receiver puts its own index in. vLLM has an IPC weight engine too; it takes trainer and engine to be on one GPU.
+receiver puts in its own index. vLLM has an IPC weight engine too, but it assumes that trainer and engine share a GPU.
 
-A copy between two GPUs goes directly where they reach each other (NVLink, or PCIe peer access) and through the host
-where they don't, as on most consumer cards; CUDA does either by itself, and `route` says which.
+Two GPUs copy directly when they reach each other (NVLink, or PCIe peer access). Otherwise, as on most consumer cards,
+the copy goes through the host. CUDA chooses by itself; `route` says which way it takes.
 """
 
 import logging
@@ -22,7 +22,7 @@ DEVICE = 6  # place of the device's index among the arguments of torch's rebuild
 def export(tensor: torch.Tensor) -> tuple[str, tuple]:
     """A handle for one receiver: (UUID of the device, arguments of `rebuild_cuda_tensor`).
 
-    Each receiver needs one of its own: torch counts its references in it. The tensor must outlive its readers.
+    Each receiver needs its own handle, because torch counts references in it. The tensor must outlive its readers.
 
     Raises:
         RuntimeError: when CUDA can't share memory here (some containers, WSL).
@@ -32,7 +32,7 @@ def export(tensor: torch.Tensor) -> tuple[str, tuple]:
 
 
 def rebuild(handle: tuple[str, tuple]) -> torch.Tensor:
-    """The tensor of a handle from another process, on the same memory.
+    """The tensor behind a handle from another process; both processes use the same memory.
 
     Raises:
         LookupError: when this process does not see the device.
@@ -48,7 +48,7 @@ def local_index(uuid: str, visible: list[str]) -> int:
     """This process's index of a device.
 
     Raises:
-        LookupError: when it is not among the visible ones.
+        LookupError: when this process does not see it.
     """
     if uuid not in visible:
         raise LookupError(f"the trainer's GPU {uuid} is not among the visible ones, {', '.join(visible) or 'none'}")
@@ -61,7 +61,7 @@ def uuids() -> list[str]:
 
 
 def problem(device: torch.device) -> str | None:
-    """Why memory of this device can't be shared, as far as the owner can tell; None when it can."""
+    """The reason why memory of this device can't be shared; None when its owner finds no problem."""
     try:
         export(torch.zeros(1, device=device))
     except RuntimeError as error:
@@ -70,13 +70,13 @@ def problem(device: torch.device) -> str | None:
 
 
 def collect() -> None:
-    """Free what ended receivers held."""
+    """Free the memory that ended receivers held."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
 
 
 def pin(tensor: torch.Tensor) -> None:
-    """Page-lock shared host memory, for as long as the tensor lives: copies to and from a GPU are then faster."""
+    """Page-lock shared host memory while the tensor lives: copies to and from a GPU are then faster."""
     cuda = torch.cuda.cudart()
     code = cuda.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(code) == 0:
@@ -88,7 +88,7 @@ def pin(tensor: torch.Tensor) -> None:
 
 
 def route(source: torch.device, target: torch.device) -> str:
-    """How bytes get from one device to another, in words."""
+    """The way that bytes take from one device to another, in words."""
     if source.type == "cpu":
         return "from shared host memory"
     if (source.index or 0) == (target.index or 0):
@@ -98,7 +98,7 @@ def route(source: torch.device, target: torch.device) -> str:
 
 
 def measured(weights) -> str:
-    """What a read of a SharedWeights costs, in words; the second of two, whose memory is there already."""
+    """Route and bandwidth of a SharedWeights read, in words. It times the second of two reads: the first allocates."""
     weights.read()
     start = time.perf_counter()
     weights.read()

@@ -1,16 +1,16 @@
 """Generation engines behind one small interface: vLLM, and transformers' generate where vLLM can't be installed.
 
-    engine.load_weights(tensors, version)   new weights, between two steps
+    engine.load_weights(tensors, version)   load new weights, between two steps
     engine.add(key, prompt, n)              ask for n answers to a prompt
-    engine.step() -> [(key, answers)]       go on for a moment; the groups that are now complete
-    engine.in_flight                        answers asked for and not yet finished
-    engine.generate(prompts, n)             all of that for a list of prompts
+    engine.step() -> [(key, answers)]       work for a moment; returns the groups that are now complete
+    engine.in_flight                        answers that are requested and not finished
+    engine.generate(prompts, n)             n answers to each of a list of prompts
 
-vLLM runs inside the searcher's process: an engine process of its own costs 30 s more of start-up on a CPU and is one
-more thing to orphan. New weights enter through vLLM's own weight-update life cycle; calling `load_weights` on its model
-does not work on a CPU, where the linear layers hold repacked copies, and prefix caching stays off because cached keys
-and values would belong to older weights. Running requests go on across an update with the keys and values that older
-weights computed; `recompute_kv` has vLLM compute them anew.
+vLLM runs inside the searcher's process. An engine process of its own would start 30 s later on a CPU, and could be left
+behind. New weights enter through vLLM's own weight-update life cycle. Calling `load_weights` on its model does not work
+on a CPU, where the linear layers hold repacked copies. Prefix caching stays off, because cached keys and values would
+belong to older weights. After an update, running requests continue with the keys and values of older weights; with
+`recompute_kv`, vLLM computes them anew.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine answers."""
+    """An engine's settings."""
 
     temperature: float
     max_new_tokens: int
@@ -59,7 +59,7 @@ class Engine:
     """The interface, and the part that both engines share."""
 
     in_flight: int
-    version: int  # of the weights that are loaded; a start model's is 0
+    version: int  # of the loaded weights; 0 for a start model
 
     def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
         raise NotImplementedError
@@ -84,7 +84,7 @@ class Engine:
 
 
 def import_vllm(device: str) -> None:
-    """Import vLLM (seconds), with the settings that it reads then."""
+    """Set the variables that vLLM reads on import, then import it (seconds)."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records go where ours go
@@ -129,12 +129,12 @@ class VllmEngine(Engine):
         gpu_options = {"dtype": "bfloat16", "gpu_memory_utilization": memory}
         common = {
             "skip_tokenizer_init": True,  # token ids in, token ids out
-            "enforce_eager": on_cpu,  # compiling costs 46 s there and gains 15 %
+            "enforce_eager": on_cpu,  # on a CPU compiling costs 46 s and gains 15 %
             "max_model_len": length,
             "max_num_seqs": sampling.in_flight,
             "max_num_batched_tokens": max(8192, length),
             "enable_prefix_caching": False,
-            "async_scheduling": False,  # a token's version label would be that of the step after
+            "async_scheduling": False,  # else a token would carry the version of the next step
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature; the default ignores it
             "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
             "disable_log_stats": True,
@@ -155,7 +155,7 @@ class VllmEngine(Engine):
 
     def _label(self, version: int) -> None:
         self.version = version
-        self._engine.set_weight_version(str(version))  # vLLM notes it with every token
+        self._engine.set_weight_version(str(version))  # vLLM stores it with every token
 
     def add(self, key: int, prompt: np.ndarray, n: int, greedy: bool = False) -> None:
         name = str(next(self._ids))
@@ -190,8 +190,8 @@ class VllmEngine(Engine):
             version: of these weights, by default the next one; answers name the versions that wrote them.
 
         Raises:
-            RuntimeError: when a layer kept its old weights, or vLLM its keys and values where it should not: without
-                `recompute_kv` it keeps a prefix cache while requests run (with caching on, let them end first).
+            RuntimeError: when a layer kept its old weights, or vLLM kept old keys and values. With prefix caching and
+                without `recompute_kv`, let running requests end first: vLLM keeps its cache while they run.
         """
         rpc = self._engine.collective_rpc
         rpc("start_weight_update")
@@ -207,10 +207,10 @@ class VllmEngine(Engine):
 
 def _answer(completion) -> Answer:
     tokens = np.array(completion.token_ids, np.int32)
-    log_mu = np.array(completion.logprobs.logprobs, np.float32)  # one candidate a position: the sampled token
+    log_mu = np.array(completion.logprobs.logprobs, np.float32)  # one candidate per position: the sampled token
     if len(tokens) != len(log_mu):
         raise RuntimeError(f"vLLM gave {len(log_mu)} log-probabilities for {len(tokens)} tokens")
-    spans = completion.weight_versions  # which version wrote which tokens
+    spans = completion.weight_versions  # the tokens that each version wrote
     return Answer(tokens, log_mu, completion.finish_reason, int(spans[0].version), int(spans[-1].version))
 
 
@@ -218,7 +218,7 @@ TRANSFER = "tba_min"
 
 
 def _register_transfer_engine() -> None:
-    """Tell vLLM of a weight-transfer engine that takes tensors of its own process."""
+    """Register a weight-transfer engine with vLLM that takes tensors from its own process."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -263,15 +263,15 @@ def _register_transfer_engine() -> None:
 def _tie_again(model) -> None:
     """After a reload, give the output layer the input embedding's new weights.
 
-    A reload loads a shared tensor once, under the embedding's name, and leaves the output layer (and on a CPU its
-    repacked copy) on the old weights, with no more than a warning.
+    A reload loads a shared tensor once, under the embedding's name. The output layer (and on a CPU its repacked copy)
+    then keeps the old weights, and vLLM only warns.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     embeddings = [m for m in model.modules() if type(m) is VocabParallelEmbedding]
-    if not heads:  # the model calls its embedding as the output layer
+    if not heads:  # the embedding itself is the output layer
         return
     if len(heads) != 1 or len(embeddings) != 1:
         raise RuntimeError(f"can't tie {len(heads)} output layers to {len(embeddings)} embeddings")
@@ -282,7 +282,7 @@ def _tie_again(model) -> None:
 
 @contextmanager
 def _no_layer_left_behind(expected: set[str]) -> Iterator[None]:
-    """Turn vLLM's warning that a layer kept its old weights into an error, for all layers but the expected ones."""
+    """Turn vLLM's warning that a layer kept its old weights into an error, except for the expected layers."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     stale: set[str] = set()
 
@@ -293,7 +293,7 @@ def _no_layer_left_behind(expected: set[str]) -> Iterator[None]:
         return False
 
     level = logger.level
-    logger.setLevel(logging.WARNING)  # a quieter logger would not ask its filters
+    logger.setLevel(logging.WARNING)  # at a higher level the logger would not ask its filters
     logger.addFilter(catch)
     try:
         yield
@@ -311,7 +311,7 @@ class HfEngine(Engine):
     """transformers' generate, in batches: a batch drains before the next one starts.
 
     Args:
-        model: generates. Where the trainer shares its own, `load_weights` has nothing to copy.
+        model: the model that generates. When it is the trainer's own, `load_weights` has nothing to copy.
     """
 
     def __init__(self, model: PreTrainedModel, sampling: Sampling, pad: int):
@@ -337,7 +337,7 @@ class HfEngine(Engine):
         self.version = self.version + 1 if version is None else version
 
     def step(self) -> list[tuple[int, list[Answer]]]:
-        """Answer as many waiting prompts as fit into a batch, to the end."""
+        """Write complete answers to as many waiting prompts as fit into a batch."""
         if not self._waiting:
             return []
         greedy, batch, size = self._waiting[0][3], [], 0
@@ -364,7 +364,7 @@ class HfEngine(Engine):
         ids, mask = (torch.as_tensor(x, device=self.model.device) for x in (ids, mask))
         started = {}
         if width > 1 and max(counts) > 1:
-            # all but the last token, which generate() goes on from
+            # all but the last token: generate() starts with that one
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :-1]
             made = self.model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, use_cache=True)
             made.past_key_values.batch_select_indices(row.to(ids.device))
@@ -377,8 +377,8 @@ class HfEngine(Engine):
             **started,
             generation_config=GenerationConfig(
                 do_sample=not greedy,
-                temperature=1.0,  # the recorder's matter
-                top_k=0,  # off, or log mu would not be the probability that was sampled from; None would mean 50
+                temperature=1.0,  # the recorder applies it
+                top_k=0,  # off, so that log mu is the log-probability of sampling; None would mean 50
                 top_p=1.0,
                 max_new_tokens=self._sampling.max_new_tokens,
                 eos_token_id=list(self._sampling.stop_ids),
@@ -400,7 +400,7 @@ class HfEngine(Engine):
 class _Recorder:
     """A logits processor that applies the temperature and notes each sampled token's log-probability.
 
-    transformers can return all scores, but those are [T, N, V]; this keeps one step's.
+    transformers can return all scores, but those are [T, N, V]; this keeps only one step's scores.
     """
 
     def __init__(self, temperature: float, start: int):

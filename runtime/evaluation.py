@@ -1,4 +1,4 @@
-"""Held-out accuracy: greedy answers to prompts that are never trained on."""
+"""Held-out accuracy: greedy answers to prompts that are not used in training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Evaluator:
     """Greedy accuracy of a model on the prompts of --eval-split.
 
     Args:
-        folder: of the tokenizer.
+        folder: the folder with the tokenizer.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str, task: Task, config: Config) -> None:

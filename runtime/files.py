@@ -1,4 +1,4 @@
-"""Files that are whole or not there, files that are read with one clear line where they are damaged, JSON lines."""
+"""Files: written completely or not at all; a one-line error when a file is damaged; JSON lines."""
 
 import fcntl
 import json
@@ -8,21 +8,21 @@ from typing import TextIO
 
 
 class ConfigError(ValueError):
-    """An option, or a file that it names, is wrong. The text is one line that says so, and names the remedy."""
+    """An option, or a file that it names, is wrong. The text is one line with the problem and the remedy."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file under another name, then rename it: who reads it sees the old one or the new one, whole."""
+    """Write a text file under another name, then rename it: a reader sees all of the old file or all of the new one."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        ConfigError: when it holds none.
+        ConfigError: when the file holds none.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def safetensors_header(path: Path) -> dict[str, dict]:
         header.pop("__metadata__", None)
         end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         if size != end:
-            problem = f"has {size} bytes where its header speaks of {end}"
+            problem = f"has {size} bytes where its header asks for {end}"
     except (ValueError, KeyError, TypeError, AttributeError):
         problem = "does not begin with a safetensors header"
     if problem:
@@ -63,7 +63,7 @@ def check_model_files(folder: Path) -> None:
     """Refuse a model folder whose weights are missing, cut off, or not safetensors.
 
     Raises:
-        ConfigError: one line that names the file and what is wrong.
+        ConfigError: one line that names the file and its problem.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -73,12 +73,12 @@ def check_model_files(folder: Path) -> None:
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Make a run's folder this process's own, until the process ends, however it does.
+    """Lock a run's folder for this process. The lock ends with the process, even when that is killed.
 
     Returns the lock; keep it.
 
     Raises:
-        ConfigError: when a run is at work in it.
+        ConfigError: when another run has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "w")
@@ -93,7 +93,7 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 class JsonLines:
-    """A file of JSON lines that grows; each is on disk as soon as it is written."""
+    """A growing file of JSON lines. Each line is flushed as soon as it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The parts that a searcher works with, loaded by the configuration: engine, reference, task, tokenizer."""
+"""Loads the parts that a searcher works with, by the configuration: engine, reference, task, tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
-    """All that a searcher needs from elsewhere."""
+    """The parts that a searcher works with."""
 
     engine: Engine  # generates; its weights have version 0
     reference: PreTrainedModel  # frozen, pi_ref
@@ -30,11 +30,11 @@ class Parts(NamedTuple):
 def load_parts(
     child: Child, config: Config, folder: str, index: int, incarnation: int, policy: PreTrainedModel | None = None
 ) -> Parts:
-    """Load what searcher `index` needs, and seed its sampling.
+    """Load the parts of searcher `index`, and seed its sampling.
 
     Args:
         folder: the start model, which is the reference too.
-        policy: the model that the `hf` engine shall generate with; None: a copy of its own.
+        policy: the model of the `hf` engine; None: the engine loads its own copy.
     """
     if config.engine == "vllm":
         with child.clock.span("import"):
@@ -46,7 +46,7 @@ def load_parts(
         check_prompts(task.train, lengths, reference, config.max_new_tokens)
         stop_ids = stop_tokens(folder, tokenizer)
         engine = make_engine(config, folder, tokenizer, stop_ids, max(lengths), child.device, policy)
-        # after vLLM, which seeds everything anew
+        # after vLLM's start, which sets all seeds
         torch.manual_seed(int(np.random.SeedSequence([config.seed, index, incarnation]).generate_state(1)[0]))
     return Parts(engine, reference, task, tokenizer)
 

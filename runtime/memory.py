@@ -1,9 +1,9 @@
-"""How much memory of a GPU a run needs, computed before anything starts: from the model's config.json, without torch.
+"""The GPU memory that a run needs, computed from the model's config.json before anything starts, without torch.
 
-The trainer's peak is reached while a micro-batch's gradients are added to those of earlier ones. Bytes a token that a
-layer keeps for the backward pass were counted with torch's profiler on Llamas of several shapes (tests/test_memory.py
-does so again); attention is taken to keep no scores, as torch's fused kernels do. What is assumed rather than counted:
-half a GiB for each process's CUDA context, 1 GiB for vLLM's own workspace, three characters of a prompt to a token.
+The trainer's peak comes when a micro-batch's gradients are added to those of earlier ones. The bytes per token that a
+layer keeps for the backward pass were counted with torch's profiler on Llamas of several shapes; tests/test_memory.py
+counts them again. Attention is assumed to keep no scores, as with torch's fused kernels. Also assumed, not counted:
+half a GiB for each process's CUDA context, 1 GiB for vLLM's workspace, three characters of a prompt per token.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from config import Config
 from runtime.files import ConfigError, read_json, safetensors_header
 
 GIB = 2**30
-CONTEXT = GIB // 2  # assumed: what CUDA takes of a device for each process that uses it
-WORKSPACE = GIB  # assumed: what vLLM needs besides weights and cache
-CHARACTERS = 3  # assumed: of a prompt, to a token
-MOST = 0.85  # share of a device that vLLM gets at most
+CONTEXT = GIB // 2  # assumed: CUDA's own memory on a device, for each process that uses it
+WORKSPACE = GIB  # assumed: vLLM's memory besides weights and cache
+CHARACTERS = 3  # assumed: characters of a prompt per token
+MOST = 0.85  # largest share of a device that vLLM gets
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model matters here."""
+    """The sizes of a model that matter here."""
 
     parameters: int
     layers: int
@@ -34,10 +34,10 @@ class Shape:
 
 
 def shape_of(config: dict, parameters: int | None = None) -> Shape:
-    """The shape in a Hugging Face config.json; parameters are counted as a Llama's where they are not given.
+    """The shape in a Hugging Face config.json. Parameters that are not given are counted as for a Llama.
 
     Raises:
-        ConfigError: when it lacks what every causal language model's has.
+        ConfigError: when it lacks an entry that every causal language model has.
     """
     config = config.get("text_config") or config
     names = {"layers": ("num_hidden_layers", "n_layer"), "hidden": ("hidden_size", "n_embd")}
@@ -65,36 +65,36 @@ def read_shape(folder: Path) -> Shape:
 
 # --- what a process needs -------------------------------------------------------------------------------------------
 
-Parts = dict[str, int]  # what for -> bytes
+Parts = dict[str, int]  # purpose -> bytes
 
 
 def micro_batch(c: Config, prompt: int) -> tuple[int, int]:
-    """Tokens of the trainer's largest micro-batch, and how many of them need logits. prompt: longest, in tokens."""
+    """Tokens of the trainer's largest micro-batch, and how many of them need logits. prompt: tokens of the longest."""
     tokens = max(c.micro_batch_tokens, c.K * (prompt + c.max_new_tokens))  # one group at least
     answers = tokens // (prompt + c.max_new_tokens)
     return tokens, answers * (c.max_new_tokens + 1)
 
 
 def kept_by_a_layer(s: Shape, bf16: bool) -> int:
-    """Bytes a token that a layer keeps for the backward pass; under bf16 autocast the norms still compute in fp32."""
+    """Bytes per token that a layer keeps for the backward pass; under bf16 autocast the norms still compute in fp32."""
     return 32 * s.hidden + (4 * s.kv + 8 * s.inner if bf16 else 8 * s.kv + 16 * s.inner)
 
 
 def step_parts(s: Shape, c: Config, prompt: int, bf16: bool = True) -> Parts:
-    """What an update takes besides weights and optimizer, at its peak."""
+    """An update's memory at its peak, besides weights and optimizer."""
     tokens, with_logits = micro_batch(c, prompt)
     layer = kept_by_a_layer(s, bf16)
     layers = s.layers * 4 * s.hidden + layer if c.gradient_checkpointing else s.layers * layer
     parts = {"gradients": 4 * s.parameters}
     if bf16:
         parts["weights cast to bf16"] = 2 * s.parameters
-    parts["activations"] = tokens * (layers + 24 * s.hidden)  # those of the ends too
+    parts["activations"] = tokens * (layers + 24 * s.hidden)  # with the layers at both ends
     parts["logits and their gradient"] = with_logits * s.vocabulary * (4 if bf16 else 8)
     return parts
 
 
 def evaluation_parts(s: Shape, c: Config, prompt: int) -> Parts:
-    """What greedy answers to the held-out prompts take, in fp32: keys and values, the prompts' pass, logits."""
+    """The memory of greedy answers to the held-out prompts, in fp32: keys and values, the prompts' pass, logits."""
     rows = min(c.eval_prompts, 512)
     cache = rows * (prompt + c.max_new_tokens) * s.layers * 8 * s.kv
     return {"evaluation": cache + rows * prompt * 4 * (4 * s.hidden + 3 * s.inner) + rows * s.vocabulary * 16}
@@ -108,14 +108,14 @@ def trainer_parts(s: Shape, c: Config, prompt: int) -> Parts:
     on_gpu = c.sync != "onpolicy" and c.weights != "shared-memory"
     if on_gpu:
         parts["two snapshots"] = 2 * s.parameters * _engine_bytes(c)
-    readers = c.searchers if on_gpu and c.gpus > 1 else 0  # on one device searchers count their own
+    readers = c.searchers if on_gpu and c.gpus > 1 else 0  # on one shared device, searchers count their own
     parts[f"CUDA contexts of {1 + readers} process(es)"] = (1 + readers) * CONTEXT
     step, evaluation = step_parts(s, c, prompt), evaluation_parts(s, c, prompt)
     return parts | (step if sum(step.values()) > sum(evaluation.values()) else evaluation)
 
 
 def searcher_parts(s: Shape, c: Config, prompt: int) -> Parts:
-    """What a searcher needs besides vLLM: the reference, and for a moment new weights."""
+    """A searcher's memory besides vLLM: the reference, and for a moment new weights."""
     tokens, with_logits = micro_batch(c, prompt)
     scoring = 2 * s.parameters + tokens * (16 * s.hidden + 6 * s.inner) + with_logits * s.vocabulary * 2
     parts = {"reference, fp32": 4 * s.parameters, "log pi_ref": scoring}
@@ -129,7 +129,7 @@ def searcher_parts(s: Shape, c: Config, prompt: int) -> Parts:
 
 
 def vllm_parts(s: Shape, c: Config, prompt: int, answers: int) -> Parts:
-    """What vLLM needs to write that many answers at a time, bf16."""
+    """vLLM's memory, in bf16, to write that many answers at the same time."""
     cache = answers * (prompt + c.max_new_tokens) * s.layers * 4 * s.kv
     return {"weights, bf16": 2 * s.parameters, "workspace": WORKSPACE, "keys and values": cache}
 
@@ -152,21 +152,21 @@ def needs(s: Shape, c: Config, prompt: int, total: int) -> dict[str, int]:
 
 
 def fit(s: Shape, c: Config, prompt: int, total: int | None) -> tuple[float, list[str]]:
-    """Compare a run's needs with the memory of its GPUs: (share of a device that vLLM gets, all of it in words).
+    """Compare a run's needs with the memory of its GPUs: (vLLM's share of a device, the comparison in words).
 
     Args:
         prompt: tokens of the longest prompt.
-        total: bytes of a GPU (of the smallest); None when that is not known.
+        total: bytes of the smallest GPU; None when that is not known.
 
     Raises:
-        ConfigError: when it can't fit: what is needed, what there is, and the option that would help.
+        ConfigError: when it can't fit; names the memory needed, the memory there is, and an option that would help.
     """
     trainer, searcher = trainer_parts(s, c, prompt), searcher_parts(s, c, prompt)
     lines = [_line("trainer", trainer), _line("searcher" + " besides vLLM" * (c.engine != "hf"), searcher)]
     if total is None:
         return c.vllm_memory, [
             *lines,
-            "memory of the GPUs: not known, so nothing can be refused; vLLM gets .85, or .4 on a shared one",
+            "memory of the GPUs: not known, so no run can be refused; vLLM gets .85, or .4 of a shared GPU",
         ]
     for who, needed in needs(s, c, prompt, total).items():
         if needed > total:
@@ -189,7 +189,7 @@ def fit(s: Shape, c: Config, prompt: int, total: int | None) -> tuple[float, lis
 
 
 def remedy(s: Shape, c: Config, prompt: int, total: int) -> str:
-    """What would make it fit, tried out: each option alone, then together."""
+    """The options that make it fit, found by trying: each alone, then together."""
     fewer, few = max(1, c.micro_batch_tokens // 4), min(c.eval_prompts, 32)
     options = [
         ({"gradient_checkpointing": True}, "--gradient-checkpointing"),
@@ -207,7 +207,7 @@ def remedy(s: Shape, c: Config, prompt: int, total: int) -> str:
     if alone := [option[1] for option in options if fits(option)]:
         return "use " + " or ".join(alone[:2])
     if fits(*options):
-        for option in reversed(options):  # leave out what is not needed
+        for option in reversed(options):  # leave out options that are not needed
             without = [o for o in options if o is not option]
             options = without if fits(*without) else options
         return "use " + " and ".join(name for _, name in options)
@@ -216,7 +216,7 @@ def remedy(s: Shape, c: Config, prompt: int, total: int) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB, with as many digits as tell something."""
+    """Bytes as GiB, with as many digits as are useful."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}" if size >= GIB / 100 else f"{size / GIB:.1g}"
 
 

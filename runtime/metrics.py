@@ -1,7 +1,7 @@
 """Measurements that each process makes of itself: spans of time, counters for others to read, events in order.
 
 A `Clock` adds up where a process's wall time goes. `Board` is the shared notice board: one row of numbers per process.
-Its own process alone writes a row, any process reads it. There is no lock: that of a killed process would stay taken.
+Only its own process writes a row, any process reads it. There is no lock, because a killed process would never free it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Wall time of one process by what it was spent on, as named spans. Spans whose name starts with `wait` are idle.
+    """Wall time of one process in named spans. Spans whose name starts with `wait` are idle time.
 
     Args:
-        limit: spans that are kept for the timeline, the newest ones; the sums hold all.
+        limit: the timeline keeps that many of the newest spans; the sums include all.
     """
 
     def __init__(self, limit: int = 200_000) -> None:
@@ -46,16 +46,16 @@ class Clock:
             self.add(name, start, time.time())
 
     def add(self, name: str, start: float, end: float, track: int = 0) -> None:
-        """A span that has ended. Tracks above 0 are other threads, each with span names of its own."""
+        """Add a span that has ended. Tracks above 0 are other threads, each with its own span names."""
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.spans.append((name, start, end, track))
 
     def begin(self) -> None:
-        """The RL phase begins: `counted`, `waits` and `busy` are from here on."""
+        """Begin the RL phase: `counted`, `waits` and `busy` start here."""
         self._began, self._before = time.time(), dict(self.seconds)
 
     def counted(self) -> dict[str, float]:
-        """Seconds by span name since `begin`; nothing before it."""
+        """Seconds by span name since `begin`; empty before it."""
         return {name: s - self._before.get(name, 0.0) for name, s in self.seconds.items()} if self._began else {}
 
     def waits(self) -> dict[str, float]:
@@ -63,13 +63,13 @@ class Clock:
         return {name: s for name, s in self.counted().items() if name.startswith("wait") and s > 0}
 
     def busy(self) -> float:
-        """Share of the time since `begin` that was not waited, 0 to 1; 0 before it."""
+        """Share of the time since `begin` that was not spent waiting, 0 to 1; 0 before it."""
         spent = time.time() - self._began if self._began else 0.0
         return 1 - sum(self.waits().values()) / spent if spent > 0 else 0.0
 
 
 class Board:
-    """Numbers that every process may read; row i is written by process i alone.
+    """Numbers that every process may read; only process i writes row i.
 
     Rows: 0 is the parent, 1 the trainer, 2 the buffer's Manager, 3 a maker of start models, 4 + i searcher i.
     """
@@ -77,19 +77,19 @@ class Board:
     PARENT, TRAINER, BUFFER, MAKER, SEARCHERS = 0, 1, 2, 3, 4
     FIELDS = (
         "alive",  # time.time() of the last sign of life, seconds
-        "stop",  # parent: 1 when all shall end
+        "stop",  # parent: 1 when all processes must end
         "rl_start",  # trainer: time.time() of the first batch; 0 before
-        "generated",  # searcher: trajectories generated, by all its incarnations, as all counts are
+        "generated",  # searcher: trajectories generated; like all its counts, over all incarnations
         "handed_over",  # searcher: trajectories given to the buffer
-        "tokens",  # searcher: tokens of what it generated
-        "truncated",  # searcher: answers that were cut off at their longest
+        "tokens",  # searcher: tokens of these trajectories
+        "truncated",  # searcher: answers that were cut off at --max-new-tokens
         "undecodable",  # searcher: answers that are not valid text (U+FFFD in them)
         "bad_rewards",  # searcher: rewards that were not finite or took too long, and count as 0
         "version",  # trainer: published; searcher: loaded
         "trained",  # trainer: trajectories trained, repeated ones counted each time
         "busy",  # share of the RL phase in which the process did not wait, 0 to 1
-        "sync",  # trainer: sync wished for; parent: sync under way; searcher: sync arrived at (barrier)
-        "go",  # parent: sync that is over (barrier)
+        "sync",  # barrier, number of a sync: wanted (trainer), open (parent), reached (searcher)
+        "go",  # parent: number of the last sync that is over (barrier)
     )
     COUNTS = ("generated", "handed_over", "tokens", "truncated", "undecodable", "bad_rewards")
 
@@ -121,7 +121,7 @@ class Board:
 
 
 class EventLog:
-    """What happened in one process, in order, for `--event-log`; without a path nothing is written."""
+    """The events of one process, in order, for `--event-log`. Without a path it writes nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = JsonLines(path) if path else None
@@ -151,7 +151,7 @@ def batch_metrics(groups: list[list[Trajectory]], step: int) -> dict:
 
 
 def trace_events(spans: dict[str, Iterable[tuple[str, float, float, int]]]) -> list[dict]:
-    """Spans (name, start, end, track) of each process, in seconds, as events of the Chrome trace format: a row each."""
+    """Each process's spans (name, start, end, track), in seconds, as events of the Chrome trace format: a row each."""
     events: list[dict] = []
     for row, (process, its_spans) in enumerate(spans.items()):
         events.append({"name": "process_name", "ph": "M", "pid": row, "args": {"name": process}})
@@ -162,7 +162,7 @@ def trace_events(spans: dict[str, Iterable[tuple[str, float, float, int]]]) -> l
 
 
 def save_spans(clock: Clock, path: Path) -> None:
-    """Leave a process's spans for `merge_timeline`; whole or not at all, because the parent's patience ends."""
+    """Save a process's spans for `merge_timeline`, completely or not at all: the parent may kill the process."""
     write_whole(path, json.dumps({"spans": list(clock.spans), "waits": clock.waits()}))
 
 

@@ -1,8 +1,8 @@
-"""Which process may see which GPU: a pure function from what the machine has to an environment for each process.
+"""Which process may see which GPU: a pure function from the machine's GPUs to an environment for each process.
 
 A process sees its own device first, as `cuda:0`. A searcher sees the trainer's second, because it must open the memory
-in which the trainer keeps the weights. `CUDA_VISIBLE_DEVICES` is read when CUDA starts, so the parent sets it around
-each process's start; torch is not needed here.
+in which the trainer keeps the weights. CUDA reads `CUDA_VISIBLE_DEVICES` when it starts, so the parent sets it while it
+starts a process. This module does not need torch.
 """
 
 import glob
@@ -24,13 +24,13 @@ class Place:
 def gpu_names() -> list[str]:
     """GPUs that this process may use, as `devices` names them, without importing torch (that costs seconds)."""
     present = len(glob.glob("/dev/nvidia[0-9]*"))
-    if not present and os.path.exists("/dev/dxg"):  # WSL has no device file for each
+    if not present and os.path.exists("/dev/dxg"):  # WSL has no device file for each GPU
         present = len(installed_gpus())
     return devices(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus() -> int:
-    """How many these are."""
+    """Number of GPUs that this process may use."""
     return len(gpu_names())
 
 
@@ -41,7 +41,7 @@ def devices(present: int, mask: str | None) -> list[str]:
         present: GPUs in the machine.
         mask: CUDA_VISIBLE_DEVICES: numbers, UUIDs (`GPU-...`) or MIG instances (`MIG-...`); None when it is not set.
 
-    CUDA stops at the first entry that names nothing, `-1` above all, and takes none at all when one comes twice.
+    CUDA stops at the first entry that names no GPU, for example `-1`. When an entry occurs twice, it takes none at all.
     """
     if mask is None:
         return [str(i) for i in range(present)]
@@ -58,13 +58,13 @@ def plan(names: list[str], gpus: int, searchers: int) -> list[Place]:
     """A place for each process: the trainer's first, then those of the searchers.
 
     Args:
-        names: what `devices` returns.
-        gpus: how many of them are used: the first for the trainer, the others for one searcher each; with one of
-            them all processes share it; 0 is CPU.
+        names: the result of `devices`.
+        gpus: GPUs to use: the first is the trainer's, each other one is a searcher's. All processes share a single
+            one; 0 is CPU.
         searchers: processes beside the trainer; 0 when the trainer does their work (onpolicy).
 
     Raises:
-        ValueError: when there are fewer devices than `gpus`, or a device for not every searcher.
+        ValueError: when there are fewer devices than `gpus`, or too few for one per searcher.
     """
     if gpus > len(names):
         raise ValueError(f"{gpus} GPUs wanted of {len(names)}")
@@ -80,13 +80,13 @@ def plan(names: list[str], gpus: int, searchers: int) -> list[Place]:
 def _searcher(own: str, trainer: str) -> Place:
     if own == trainer:
         return Place(own, "cuda", True)
-    if own.startswith("MIG-") or trainer.startswith("MIG-"):  # CUDA shows a process one MIG instance and nothing else
+    if own.startswith("MIG-") or trainer.startswith("MIG-"):  # CUDA shows a process only one MIG instance
         return Place(own, "cuda", False)
     return Place(f"{own},{trainer}", "cuda", True)
 
 
 def describe(places: list[Place]) -> list[str]:
-    """One line a process, for the log and `--dry-run`."""
+    """One line per process, for the log and `--dry-run`."""
     lines = []
     for i, place in enumerate(places):
         name = "trainer" if i == 0 else f"searcher-{i - 1}"
@@ -110,7 +110,7 @@ class Gpu:
 
 
 def installed_gpus() -> list[Gpu]:
-    """What nvidia-smi tells; nothing where it is missing or fails."""
+    """The GPUs that nvidia-smi lists; none when it is missing or fails."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
@@ -119,19 +119,19 @@ def installed_gpus() -> list[Gpu]:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """nvidia-smi's lines, MiB in the last column; those whose memory it can't tell are left out."""
+    """GPUs from nvidia-smi's lines, MiB in the last column; GPUs of unknown memory are left out."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
     return [Gpu(int(i), uuid, name, int(mib) * 2**20) for i, uuid, name, mib in rows if mib.isdigit()]
 
 
 def smallest(gpus: list[Gpu], names: list[str]) -> int | None:
-    """Bytes of the smallest GPU among those named (placement.devices); None when that is not known.
+    """Bytes of the smallest GPU in `names` (from `devices`); None when that is not known.
 
-    CUDA's order of numbers may differ from nvidia-smi's, so a number stands for any of them.
+    CUDA may number GPUs in another order than nvidia-smi does, so a number stands for any of them.
     """
     sizes = []
     for name in names:
-        if name.startswith("MIG-"):  # a part of a GPU, of a size that nvidia-smi does not tell
+        if name.startswith("MIG-"):  # a part of a GPU; nvidia-smi does not list its size
             return None
         sizes += [g.total for g in gpus if name.isdigit() or g.uuid.startswith(name)]
     return min(sizes, default=None)

@@ -62,7 +62,7 @@ def staleness(rows: list[dict]) -> Figure:
     return figure
 
 
-SPANS = {  # one colour a kind of span, everywhere: blue to green is a searcher's work, red to yellow a trainer's
+SPANS = {  # one colour per kind of span, in all figures: a searcher's blue to green, a trainer's red to yellow
     "import": "#4d4d4d",
     "load": "#7f7f7f",
     "generate": "#1f77b4",
@@ -83,14 +83,14 @@ WAIT = {"facecolor": "white", "edgecolor": "#999999", "hatch": "////", "linewidt
 
 
 def _gantt(axes: Axes, trace: list[dict], start: float, seconds: float) -> set[str]:
-    """A row a process (a thin one below it for its other thread); returns the kinds of span that are there."""
+    """Draw a row per process, with a thin row below for its second thread. Returns the kinds of span in it."""
     names = {e["pid"]: e["args"]["name"] for e in trace if e["ph"] == "M"}
     inside = [
         e for e in trace if e["ph"] == "X" and start < (e["ts"] + e["dur"]) / 1e6 and e["ts"] / 1e6 < start + seconds
     ]
     for kind in sorted(
         {e["name"] for e in inside}, key=lambda kind: not kind.startswith("wait")
-    ):  # work is above waits
+    ):  # waits first, so that work covers them
         look = WAIT if kind.startswith("wait") else {"facecolor": SPANS.get(kind, OTHER), "linewidth": 0}
         for pid in names:
             for track, (top, height) in enumerate([(-0.4, 0.64), (0.28, 0.12)]):
@@ -102,7 +102,7 @@ def _gantt(axes: Axes, trace: list[dict], start: float, seconds: float) -> set[s
 
 
 def timeline(traces: dict[str, tuple[list[dict], float]], seconds: float = 2.0) -> Figure:
-    """Who does what, a panel a run on one scale of time; hatched is waiting.
+    """Who does what: one panel per run, all on one time scale; hatched is waiting.
 
     Args:
         traces: title of the panel -> (events of timeline.json, start of the window as time.time()).
@@ -125,7 +125,7 @@ def timeline(traces: dict[str, tuple[list[dict], float]], seconds: float = 2.0) 
 
 
 def towards_the_end(trace: list[dict], seconds: float) -> float:
-    """Start of the last `seconds` before the last update ended, as time.time()."""
+    """Start of a window of `seconds` at whose end the last update ends, as time.time()."""
     return max((e["ts"] / 1e6 for e in trace if e["name"] == "publish"), default=0.0) - seconds
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Tokens:
     """N prompts with one answer each, padded to rectangles: prompts on the left, answers on the right.
 
-    So that every answer starts at column L: logits are needed for the answers' columns only.
+    So every answer starts at column L, and logits are needed for the answers' columns only.
     """
 
     ids: Tensor  # [N, L + T] int64
@@ -35,7 +35,7 @@ class Tokens:
 
 
 def collate(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], pad: int, device: str = "cpu") -> Tokens:
-    """Pad prompts [L_i] and answers [T_i] to rectangles. Which token pads does not matter.
+    """Pad prompts [L_i] and answers [T_i] to rectangles. Any token may be the pad.
 
     Raises:
         ValueError: when a prompt is empty.
@@ -75,10 +75,10 @@ def micro_batches(groups: list[list[Trajectory]], max_tokens: int) -> list[list[
 
 
 def unique_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Rows to compute where answers repeat: the first of each kind [U], and for each row its place among them [N].
+    """Rows to compute when answers repeat: the first row of each kind [U], and the kind of each row [N].
 
-    `values[row_of]` of values computed for the unique rows are those of all rows, and so are their gradients. Short
-    answers repeat a lot: of 16 to a two-digit addition 2 to 4 differ.
+    Compute values for the first rows only. `values[row_of]` are then the values of all rows, with the same gradients.
+    Short answers repeat a lot: of 16 answers to a two-digit addition, 2 to 4 differ.
     """
     kinds: dict[tuple[bytes, bytes], int] = {}
     row_of = [kinds.setdefault((p.tobytes(), r.tobytes()), len(kinds)) for p, r in zip(prompts, responses, strict=True)]
@@ -87,7 +87,7 @@ def unique_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) 
 
 
 def padded(rows: Sequence[np.ndarray], like: Tensor) -> Tensor:
-    """Ragged rows [<=T] as one tensor of `like`'s shape [N, T] and device, 0 behind each row's end."""
+    """Ragged rows [<=T] as one tensor with the shape [N, T] and device of `like`, filled up with 0."""
     full = np.zeros(tuple(like.shape), np.float32)
     for line, row in zip(full, rows, strict=True):
         line[: len(row)] = row
@@ -102,7 +102,7 @@ def answer_logprobs(
     temperature: float,
     states: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`logprobs_and_states` of N answers, of which each different one passes through the model once.
+    """`logprobs_and_states` of N answers; equal answers to equal prompts pass through the model once.
 
     Returns:
         [N, T] nats, [N] lengths, [N, T, H] or None.
@@ -121,7 +121,7 @@ def response_logprobs(model: PreTrainedModel, tokens: Tokens, temperature: float
 def logprobs_and_states(model, tokens: Tokens, temperature: float, states: bool = True) -> tuple[Tensor, Tensor | None]:
     """log pi of each answer token [N, T], and the last hidden state before each, [N, T, H]; the first is the prompt's.
 
-    The states are detached and fp32: heads that read them (log Z, critic) do not reshape the policy.
+    The states are detached and fp32: heads that read them (log Z, critic) do not change the policy.
     """
     extra = {}
     if tokens.mask is not None:
@@ -138,9 +138,10 @@ def logprobs_and_states(model, tokens: Tokens, temperature: float, states: bool 
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature) at the given tokens, tile by tile: the gradient is the only other [N, T, V].
+    """log softmax(logits / temperature) at the given tokens.
 
-    Backward needs the logits, which are there already, and one number per token.
+    Works tile by tile: the gradient is the only other [N, T, V] tensor. Backward needs the logits, which exist anyway,
+    and one number per token.
     """
 
     @staticmethod
@@ -188,7 +189,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         [N, T] nats.
 
     Raises:
-        ValueError: when the shapes are others.
+        ValueError: when the shapes differ from these.
     """
     if logits.ndim != 3 or tokens.shape != logits.shape[:2]:
         raise ValueError(f"need [N, T, V] and [N, T], got {tuple(logits.shape)} and {tuple(tokens.shape)}")
@@ -201,7 +202,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 def load_policy(
     folder: str, device: str = "cpu", trainable: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a causal language model in fp32 (master weights; autocast lowers it where the device can).
+    """Load a causal language model in fp32 (master weights; autocast computes in bf16 on a GPU).
 
     Raises:
         ConfigError: when a weight is not finite.
@@ -219,12 +220,12 @@ def load_policy(
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """From now on each layer keeps its input alone for the backward pass, and computes the rest again there.
+    """From now on each layer keeps only its input for the backward pass, and computes the rest again there.
 
     transformers' own switch does nothing in eval mode, which `load_policy` chooses.
 
     Raises:
-        ConfigError: when the model's layers are not made for it.
+        ConfigError: when the model's layers do not support it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -249,16 +250,16 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False) -> PreTrainedTo
 
 
 def check_prompts(prompts: Sequence[str], lengths: Sequence[int], model: PreTrainedModel, max_new_tokens: int) -> None:
-    """Refuse prompts without a token, or too long for what the model takes.
+    """Refuse prompts without a token, and prompts that are too long for the model.
 
     Raises:
-        ConfigError: one line that names the prompt, its length in tokens, and the model's.
+        ConfigError: one line that names the prompt, its length in tokens, and the model's limit.
     """
     longest = getattr(model.config, "max_position_embeddings", None) or float("inf")
     for prompt, length in zip(prompts, lengths, strict=True):
         shown = prompt if len(prompt) < 40 else prompt[:37] + "..."
         if length == 0:
-            raise ConfigError(f"--task: the prompt {shown!r} has no token, so that nothing predicts its answer")
+            raise ConfigError(f"--task: the prompt {shown!r} has no token, so nothing predicts its answer")
         if length + max_new_tokens > longest:
             raise ConfigError(
                 f"--task: the prompt {shown!r} has {length} tokens; with --max-new-tokens {max_new_tokens} "
@@ -267,7 +268,7 @@ def check_prompts(prompts: Sequence[str], lengths: Sequence[int], model: PreTrai
 
 
 def stop_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the generation config's, or the tokenizer's."""
+    """Ids of the tokens that end an answer: the generation config's, or else the tokenizer's."""
     from transformers import GenerationConfig
 
     try:

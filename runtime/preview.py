@@ -1,6 +1,6 @@
-"""What a run will do, before it does it: who runs on which GPU, what fits there, and what an update computes.
+"""A preview of a run: the GPU of each process, the memory needed there, and the computation of an update.
 
-`--dry-run` prints it all; a run on GPUs logs the memory, and refuses to start where it can't fit.
+`--dry-run` prints all of it. A run on GPUs logs the memory, and refuses to start when it can't fit.
 """
 
 import functools
@@ -17,7 +17,7 @@ MEASURED = Path(__file__).parents[1] / "bench" / "results" / "gpu_check.json"
 
 
 def names_of(config: Config) -> list[str]:
-    """The GPUs of a run; a dry run takes those that are missing to be there."""
+    """The GPUs of a run; a dry run assumes that missing ones exist."""
     names = gpu_names()
     if config.dry_run and config.gpus > len(names):
         return [str(i) for i in range(config.gpus)]
@@ -30,7 +30,7 @@ def places(config: Config) -> list[Place]:
 
 
 def longest_prompt(config: Config) -> int:
-    """Tokens of the task's longest prompt, as far as its characters tell; in a start model each is a token."""
+    """Tokens of the task's longest prompt, estimated from its characters; a start model has one per character."""
     characters = _characters(config.task, config.eval_split)
     return characters if config.model == START_MODEL else -(-characters // memory.CHARACTERS)
 
@@ -52,13 +52,13 @@ def fit(config: Config, folder: Path) -> tuple[float, list[str]]:
 
 
 def work(shape: memory.Shape, config: Config, prompt: int, measured: dict | None) -> list[str]:
-    """What an update computes, and how long that takes at the rate that bench/gpu_check.py measured."""
+    """The computation of an update, and its time at the rate that bench/gpu_check.py measured."""
     answers, tokens = config.prompts_per_batch * config.K, prompt + config.max_new_tokens
-    per_token = (8 if config.gradient_checkpointing else 6) * shape.parameters  # forward 2, backward 4 (and again 2)
+    per_token = (8 if config.gradient_checkpointing else 6) * shape.parameters  # forward 2, backward 4 (2 again)
     flop = answers * tokens * per_token
     lines = [
         f"an update: at most {answers:,} answers of {tokens} tokens with their prompts, "
-        f"{per_token / 1e9:.2g} GFLOP a token (attention left out): {flop / 1e12:.2g} TFLOP"
+        f"{per_token / 1e9:.2g} GFLOP per token (without attention): {flop / 1e12:.2g} TFLOP"
     ]
     if measured:
         rate = measured["trainer_flops"]
@@ -75,7 +75,7 @@ def work(shape: memory.Shape, config: Config, prompt: int, measured: dict | None
 
 
 def measured_here() -> dict | None:
-    """The results of bench/gpu_check.py, when it has run on a GPU."""
+    """The results of bench/gpu_check.py; None when it has not run on a GPU."""
     if not MEASURED.exists():
         return None
     result = json.loads(MEASURED.read_text())
@@ -84,16 +84,16 @@ def measured_here() -> dict | None:
 
 
 def dry_run(config: Config) -> list[str]:
-    """All of it, in lines; nothing is started and nothing written.
+    """The whole preview, in lines. It starts nothing and writes nothing.
 
     Raises:
         ConfigError: when it can't fit.
     """
     lines = describe(places(config))
     if config.gpus > len(gpu_names()):
-        lines.append(f"this machine shows {len(gpu_names())} GPU(s): the plan takes {config.gpus} of unknown size")
+        lines.append(f"this machine shows {len(gpu_names())} GPU(s): the plan assumes {config.gpus} of unknown size")
     if config.engine == "vllm" and (why := why_no_vllm(config.gpus)):
-        lines.append(f"{why}: a run here would take --engine hf")
+        lines.append(f"{why}: a run here would use --engine hf")
     folder = _folder(config)
     if folder is None:
         return [*lines, "the start model is not made yet: its memory and work are not estimated"]
@@ -117,7 +117,7 @@ def check(config: Config) -> None:
     """Refuse a run on GPUs whose model can't fit, before anything starts.
 
     Raises:
-        ConfigError: what is needed, what there is, and the option that would help.
+        ConfigError: one line with the memory needed, the memory there is, and an option that would help.
     """
     if config.gpus and (folder := _folder(config)):
         try:

@@ -16,7 +16,7 @@ HEAD = np.dtype(
 
 
 def pack(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Lay trajectories out in four flat arrays: pickling these is several times cheaper than pickling objects."""
+    """Pack trajectories into four flat arrays: pickling these is several times cheaper than pickling objects."""
     ts = trajectories
     rows = [
         (t.uid, t.prompt_id, t.finish_reason, t.reward, t.log_ref)
@@ -33,7 +33,7 @@ def pack(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray, np
 
 
 def unpack(packed: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> list[Trajectory]:
-    """The inverse of `pack`. Every array is a copy of its own, so that dropping one frees its bytes."""
+    """The inverse of `pack`. Every array is a separate copy, so that dropping one frees its bytes."""
     head, prompts, responses, log_mu = packed
     trajectories, p, r = [], 0, 0
     for uid, row in zip(head["uid"].tolist(), head.tolist(), strict=True):
@@ -45,14 +45,14 @@ def unpack(packed: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> lis
 
 
 class _Server(ReplayBuffer):
-    """The buffer in the Manager's process: it speaks packed arrays."""
+    """The buffer in the Manager's process: packed arrays go in and out."""
 
     def pid(self) -> int:
         return os.getpid()
 
     def packed_state(self) -> dict:
         state = self.state_dict()
-        return state | {"trajectories": pack(state["trajectories"])}  # this takes long; others may go on meanwhile
+        return state | {"trajectories": pack(state["trajectories"])}  # slow, so it runs without the buffer's lock
 
     def load_packed_state(self, state: dict) -> None:
         self.load_state_dict(state | {"trajectories": unpack(state["trajectories"])})
@@ -77,7 +77,7 @@ BufferManager.register(
 
 
 class RemoteBuffer:
-    """The buffer of another process, with the methods of ReplayBuffer that cross a process border."""
+    """The buffer in another process, with those methods of ReplayBuffer that other processes call."""
 
     def __init__(self, proxy: BaseProxy) -> None:
         self._proxy = proxy
@@ -103,7 +103,7 @@ class RemoteBuffer:
 def serve(
     ctx: BaseContext, initializer: Callable, initargs: tuple, **options: int | bool | None
 ) -> tuple[BufferManager, BaseProxy]:
-    """Start the Manager's process and one buffer in it; returns both, and the caller must keep both."""
+    """Start the Manager's process and one buffer in it. Returns both; the caller must keep both."""
     manager = BufferManager(ctx=ctx)
     manager.start(initializer, initargs)
     return manager, manager.Buffer(**options)

@@ -1,6 +1,6 @@
-"""What a run shows in the terminal: one table that grows with every evaluation, its last row alive.
+"""The display of a run in the terminal: one table with a row per evaluation and a live last row.
 
-Where the output is not a terminal (a log file, CI) the same rows are printed as lines.
+When the output is not a terminal (a log file, CI), the same rows are printed as lines.
 """
 
 import sys
@@ -38,14 +38,14 @@ class Screen:
         self._terminal = sys.stdout.isatty()
 
     def say(self, text: str) -> None:
-        """An event, in words."""
+        """Show an event, in words."""
         if self._live:
             self._live.console.print(text, markup=False, highlight=False)
         else:
             print(text, flush=True)
 
     def row(self, row: dict) -> None:
-        """An update's metrics."""
+        """Show an update's metrics."""
         seconds = row["seconds_after"]
         if seconds - self._previous[0] > 0.5:
             self._rate = (row["trained"] - self._previous[1]) / (seconds - self._previous[0])
@@ -80,7 +80,7 @@ class Screen:
         return f"{max(0, left):.0f} s"
 
     def tick(self) -> None:
-        """Redraw, a few times a second: before the first update the seconds, then the table."""
+        """Redraw, a few times per second: the seconds so far, and from the first update on the table."""
         if not self._terminal or time.time() - self._drawn < 0.25:
             return
         from rich.live import Live
@@ -105,7 +105,7 @@ class Screen:
         return table
 
     def close(self) -> None:
-        """Leave the last table standing."""
+        """Draw the last table, which stays on the screen."""
         if self._live:
             self._drawn = 0.0
             self.tick()

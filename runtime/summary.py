@@ -1,4 +1,4 @@
-"""The end of a run: summary.json, which side held the other up, and all of it in a few lines."""
+"""The end of a run: summary.json, the bottleneck, and a text of a few lines."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def training_summary(progress: dict, config: Config, clock: Clock, stopped: bool
     Args:
         progress: as checkpoints have it: step, trained, accuracies (update, second of RL, accuracy), ...
         stopped: whether the parent ended the run.
-        facts: what else the trainer knows.
+        facts: further entries, from the trainer.
     """
     before, *later = (accuracy for _, _, accuracy in progress["accuracies"])
     counts = {name: int(np.sum(progress["source"][name])) for name in ("truncated", "undecodable", "bad_rewards")}
@@ -42,9 +42,9 @@ def run_summary(config: Config, result: dict, waits: dict, **facts: object) -> d
     """summary.json of a run.
 
     Args:
-        result: the trainer's own summary; empty when it said none.
+        result: the trainer's own summary; empty when it sent none.
         waits: process -> cause -> seconds, from the timeline.
-        facts: what else the parent knows: outcome, why, busy_searchers, ...
+        facts: further entries, from the parent: outcome, why, busy_searchers, ...
     """
     waits = {"trainer": result.get("waits_trainer", {})} | {name: w for name, w in waits.items() if name != "trainer"}
     summary = {name: getattr(config, name) for name in SETTINGS} | result | facts
@@ -56,7 +56,7 @@ def run_summary(config: Config, result: dict, waits: dict, **facts: object) -> d
 
 SLACK = 0.05  # share of the time that a side may wait before it counts as held up
 MORE_ANSWERS = "more searchers, more --in-flight, or a higher --replay-ratio"
-CURES = {  # what the trainer waits for -> what to change
+CURES = {  # a wait of the trainer -> the remedy
     "wait for answers": MORE_ANSWERS,
     "wait for prompts": f"{MORE_ANSWERS}, or a higher --max-staleness if that is set",
     "wait for prefetch": "smaller batches, or fewer processes than cores: the buffer's process comes late",
@@ -65,11 +65,11 @@ CURES = {  # what the trainer waits for -> what to change
 
 
 def bottleneck(summary: dict) -> tuple[str, str]:
-    """Which side held the other up, and a sentence that says what to change.
+    """Which side made the other wait, and a sentence that says what to change.
 
     Args:
         summary: sync, busy_trainer, busy_searchers (shares of the time), waits (process -> cause -> seconds),
-            trajectories_trained, trajectories_generated, replay_ratio (the most allowed of the first per second).
+            trajectories_trained, trajectories_generated, replay_ratio (trained / generated, at most).
 
     Returns:
         ("trainer" | "searchers" | "neither" | "coupling", sentence): "coupling" is a single process, or syncs that make

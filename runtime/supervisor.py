@@ -1,7 +1,7 @@
-"""The parent's side of its children: start them, hear them, notice which died or hangs, end them.
+"""The parent's side of its children: it starts them, hears them, notices deaths and hangs, and ends them.
 
-What a death means is the caller's matter (tba_min.py): a searcher is started again, anything else ends the run. Deaths
-are seen through the processes' sentinels, hangs through the time that each child writes on the notice board.
+The caller (tba_min.py) decides what follows a death: a searcher is started again, any other death ends the run. The
+processes' sentinels show deaths. The times that the children write on the notice board show hangs.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ class Failed(RuntimeError):
 
 
 class Heartbeats:
-    """Which children have shown no sign of life for too long.
+    """Finds children that have shown no sign of life for too long.
 
     Args:
         timeout: seconds.
-        clock: seconds that pass; a test brings its own.
+        clock: returns seconds; a test passes its own.
     """
 
     def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,8 +37,8 @@ class Heartbeats:
         self._looked = clock()
 
     def late(self, beats: dict[str, float]) -> list[str]:
-        """Names whose beat has not changed for `timeout`. Call it often: a caller that stood still itself (Ctrl-Z, a
-        suspended machine) can't tell, so that time counts for nobody."""
+        """Names whose beat has not changed for `timeout`. Call it often: time in which the caller itself stood still
+        (Ctrl-Z, a suspended machine) does not count."""
         now = self.clock()
         stood_still = now - self._looked if now - self._looked > 1 else 0.0
         self._looked = now
@@ -50,7 +50,7 @@ class Heartbeats:
 
 
 class Supervisor:
-    """Processes of a run by name, and what they say.
+    """The processes of a run by name, and their messages.
 
     Args:
         ctx: multiprocessing's spawn context.
@@ -107,7 +107,7 @@ class Supervisor:
         self._note_pid("buffer", pid)
 
     def forget(self, name: str) -> None:
-        """A child that has done its job, or that a new one takes the place of."""
+        """Drop a child that has done its job, or that a new one replaces."""
         self.processes.pop(name).join()
         pipe = self._pipes.pop(name, None)
         if pipe:
@@ -121,7 +121,7 @@ class Supervisor:
     # --- watching ---------------------------------------------------------------------------------------------
 
     def listen(self, timeout: float) -> None:
-        """Take in messages for up to `timeout` seconds; report children that died."""
+        """Receive messages for up to `timeout` seconds; report children that died."""
         sentinels = {p.sentinel: n for n, p in self.processes.items() if not self.ending or p.is_alive()}
         if self.manager and not self.ending:
             sentinels[self.manager._process.sentinel] = "buffer"
@@ -132,7 +132,7 @@ class Supervisor:
         for sentinel in ready:
             if sentinel in sentinels and not self.ending:
                 name = sentinels[sentinel]
-                self._drain(name, self._pipes.get(name))  # its last words come before its end
+                self._drain(name, self._pipes.get(name))  # its last messages come before its death
                 self.died(name, self.how_it_ended(name))
 
     def _drain(self, name: str, pipe) -> None:
@@ -146,7 +146,7 @@ class Supervisor:
             self.heard(name, *message)
 
     def how_it_ended(self, name: str) -> str:
-        """In words; and how a child that hung was ended."""
+        """The end of a child in words, also of one that hung."""
         process = self.manager._process if name == "buffer" else self.processes[name]
         process.join(1.0)
         code = process.exitcode
@@ -169,11 +169,11 @@ class Supervisor:
                 self.processes[name].kill()
             else:
                 if name == "buffer":
-                    self.manager._process.kill()  # or others would wait for it while they end
+                    self.manager._process.kill()  # else others would wait for it while they end
                 raise Failed(f"{name} hangs: no sign of life for {self._heartbeats.timeout:g} s (--heartbeat-timeout)")
 
     def is_gone(self, name: str, patience: float = 1.0) -> bool:
-        """Whether a child has ended, or does so within `patience` seconds: others stumble over it first."""
+        """Whether a child has ended, or ends within `patience` seconds: others may fail because of it first."""
         process = self.manager and self.manager._process if name == "buffer" else self.processes.get(name)
         if process:
             process.join(patience)
@@ -187,7 +187,7 @@ class Supervisor:
             process.kill()
 
     def stop(self, deadline: Callable[[], float]) -> None:
-        """Give the children until `deadline()`, time.time() and asked again and again, then end the rest."""
+        """Let the children end until `deadline()`, a time.time() that is asked repeatedly. Then kill the rest."""
         self.ending = True
         while any(p.is_alive() for p in self.processes.values()) and time.time() < deadline():
             self.listen(0.05)
@@ -195,7 +195,7 @@ class Supervisor:
         for process in self.processes.values():
             process.join()
         if self.manager:
-            self.manager._process.kill()  # a shutdown would wait for one that hangs; there is nothing in it to save
+            self.manager._process.kill()  # a shutdown would wait for a hanging one; it has nothing to save
             self.manager._process.join()
             with contextlib.suppress(OSError):
                 self.manager.shutdown()

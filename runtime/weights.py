@@ -1,14 +1,14 @@
 """One versioned snapshot of the policy's weights, written by the trainer and read by every searcher.
 
-The snapshot lies in memory that all of them reach, shared host memory or the trainer's GPU (cuda_ipc.py), and it lies
-there twice (a double buffer): the trainer writes one slot while readers copy the other. No lock guards it, since the
-lock of a killed process would stay taken for ever. Instead each slot carries the version that it holds: the writer
-marks a slot dirty before its first byte and stamps it after its last; a reader copies, then looks whether the stamp is
-still the one it started from. What a reader gets is its own copy, never a view. The stamps lie in host memory in both
-cases, and both sides wait for their GPU before they touch or trust one.
+The snapshot lies in memory that all of them reach: shared host memory, or the trainer's GPU (cuda_ipc.py). It has two
+slots (a double buffer): the trainer writes one while readers copy the other. There is no lock, because a killed process
+would never free it. Instead each slot has a stamp, the version that it holds. The writer marks a slot dirty before the
+first byte, and stamps it after the last. A reader copies a slot, then checks that the stamp has not changed. It gets
+its own copy, never a view. The stamps always lie in host memory. Both sides wait for their GPU before they write or
+trust a stamp.
 
-The handle travels through a local socket as `torch.multiprocessing` sends tensors: host memory by file descriptor. It
-has no name in /dev/shm, so it is gone with its last user, however that one ended.
+The handle travels through a local socket in the way that `torch.multiprocessing` sends tensors: host memory as a file
+descriptor. The memory has no name in /dev/shm, so it is freed with its last user, even when that one is killed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharedWeights:
         header: [3] int64, shared host memory.
     """
 
-    dtype: torch.dtype | None = None  # what floating-point tensors are published as; None: as they come
+    dtype: torch.dtype | None = None  # of floating-point tensors when published; None: unchanged
     device = "cpu"  # where `read` puts its copies
 
     def __init__(self, layout: list[tuple[str, tuple, torch.dtype]], slots: torch.Tensor, header: torch.Tensor):
@@ -66,8 +66,8 @@ class SharedWeights:
         """Allocate a snapshot for tensors of these names and shapes; nothing is published yet.
 
         Args:
-            device: where it lies: `cpu` is shared host memory.
-            dtype: what floating-point tensors are converted to; None keeps each as it is.
+            device: of the memory; `cpu` is shared host memory.
+            dtype: floating-point tensors are converted to it; None: unchanged.
         """
         layout = [(name, tuple(t.shape), _kept(t.dtype, dtype)) for name, t in named_tensors]
         size = sum(_padded(shape, kind) for _, shape, kind in layout)
@@ -78,7 +78,7 @@ class SharedWeights:
         return new
 
     def __reduce__(self):
-        if self.slots.is_cuda:  # each time anew: every handle has a reference counter of its own
+        if self.slots.is_cuda:  # a new handle each time, with its own reference counter
             return _open, (self.layout, cuda_ipc.export(self.slots), self.header)
         return SharedWeights, (self.layout, self.slots, self.header)
 
@@ -100,9 +100,9 @@ class SharedWeights:
             raise ValueError("these are not the tensors that the snapshot was laid out for (names, shapes, dtypes)")
         slot = 1 - int(self._header[LATEST])
         self._header[slot] = DIRTY
-        with torch.no_grad():  # one call: a loop costs more than 4 MB
+        with torch.no_grad():  # one call: a loop costs more than copying 4 MB
             torch._foreach_copy_(self._targets[slot], [t for _, t in tensors], non_blocking=True)
-        _finish(tensors[0][1], self.slots)  # the copies must have ended before the stamp says so
+        _finish(tensors[0][1], self.slots)  # the copies must end before the stamp is written
         self._header[slot] = version
         self._header[LATEST] = slot
 
@@ -137,12 +137,12 @@ class SharedWeights:
 
 
 def _open(layout: list, handle: tuple, header: torch.Tensor) -> SharedWeights:
-    """The other end of `__reduce__`."""
+    """Rebuild on the receiving side; see `__reduce__`."""
     return SharedWeights(layout, cuda_ipc.rebuild(handle), header)
 
 
 def _finish(*tensors: torch.Tensor) -> None:
-    """Wait for the GPUs that hold them: what was asked of a GPU is only queued."""
+    """Wait for the GPUs that hold the tensors: work on a GPU is only queued."""
     for device in {t.device for t in tensors if t.is_cuda}:
         torch.cuda.synchronize(device)
 
@@ -165,7 +165,7 @@ def choose(wanted: str, on_gpu: bool, problem: str | None = None) -> str:
     Args:
         wanted: --weights.
         on_gpu: whether the trainer is on a GPU.
-        problem: why CUDA IPC does not work here, as far as was tried.
+        problem: why CUDA IPC does not work here; None when no problem was found.
 
     Raises:
         ConfigError: when --weights cuda-ipc can't be had.
@@ -178,17 +178,17 @@ def choose(wanted: str, on_gpu: bool, problem: str | None = None) -> str:
 
 
 class Publisher:
-    """The trainer's side: a snapshot of each kind that a searcher needs, and connections to those who read it.
+    """The trainer's side: a snapshot in each kind of memory that searchers need, and connections to its readers.
 
     Args:
         named_tensors: the weights, published at once as `version`.
-        kind: of memory that searchers get by default.
-        dtype: that of the searchers' engines; None: as they come.
+        kind: memory that searchers get by default.
+        dtype: of the searchers' engines; None: unchanged.
     """
 
     def __init__(self, named_tensors: list, version: int, kind: str, dtype: torch.dtype | None = None) -> None:
         self._dtype, self._readers = dtype, []
-        self._lock = threading.Lock()  # between the training loop and the thread that hands out
+        self._lock = threading.Lock()  # between the training loop and the thread of `hand_out`
         self._device = named_tensors[0][1].device
         self._snapshots = {kind: self._new(kind, named_tensors, version)}
 
@@ -200,25 +200,25 @@ class Publisher:
         return new
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Write a new snapshot for everybody."""
+        """Write a new snapshot in each kind of memory."""
         named_tensors = list(named_tensors)
         with self._lock:
             for snapshot in self._snapshots.values():
                 snapshot.publish(named_tensors, version)
 
     def offer(self, kind: str | None) -> SharedWeights:
-        """The snapshot of that kind, made now if it is the first time that somebody asks for it."""
+        """The snapshot of that kind. The first request for a kind makes it."""
         with self._lock:
-            first = next(iter(self._snapshots.values()))
+            default = next(iter(self._snapshots.values()))
             if kind and kind not in self._snapshots:
-                version, tensors = first.read()
+                version, tensors = default.read()
                 self._snapshots[kind] = self._new(kind, tensors, version)
-            return self._snapshots[kind] if kind else first
+            return self._snapshots[kind] if kind else default
 
     def hand_out(self, address: str) -> None:
-        """Give the handle to every searcher that asks for it at this local socket, from a thread.
+        """Start a thread that gives a handle to every searcher that asks at this local socket.
 
-        Each asks for itself, so that one which is started again gets a handle of its own, as CUDA IPC needs it.
+        A searcher that is started again asks again, because CUDA IPC needs a handle for each process.
         """
         listener = Listener(address, "AF_UNIX", backlog=64, authkey=bytes(current_process().authkey))
 
@@ -230,20 +230,20 @@ class Publisher:
                     self._readers.append(connection)
                 except (EOFError, OSError, AuthenticationError):  # a searcher that was killed meanwhile, or a stranger
                     continue
-                except RuntimeError as error:  # CUDA; the searcher sees its connection end
+                except RuntimeError as error:  # from CUDA; the searcher sees its connection end
                     log.error("a searcher got no weight handle: %s", error)
                 cuda_ipc.collect()
 
         threading.Thread(target=serve, daemon=True, name="weight-handles").start()
 
     def wait_for_readers(self, timeout: float) -> int:
-        """Wait until all who got a handle have ended, or `timeout` seconds; how many have not.
+        """Wait until all readers have ended, at most `timeout` seconds. Returns how many have not.
 
-        Memory of a GPU must not go before its last reader has.
+        Memory of a GPU must stay until its last reader has ended.
         """
         deadline, left = time.monotonic() + timeout, list(self._readers)
         while left and (rest := deadline - time.monotonic()) > 0:
-            ended = wait(left, rest)  # a reader says nothing more: what comes is its end
+            ended = wait(left, rest)  # a reader sends nothing more: it is ready when it has ended
             left = [c for c in left if c not in ended]
         return len(left)
 
@@ -262,11 +262,11 @@ def make_publisher(config: Config, model: PreTrainedModel, version: int) -> Publ
 def ask_for(
     address: str, meanwhile: Callable[[], bool], wanted: str = "auto", device: str = "cpu"
 ) -> SharedWeights | None:
-    """The trainer's handle (a searcher's side); None as soon as `meanwhile()`, called while it waits, is false.
+    """Ask for the trainer's snapshot (a searcher's side). None as soon as `meanwhile()`, called in the wait, is false.
 
     Args:
         wanted: --weights.
-        device: where copies of the weights shall go.
+        device: of the copies that `read` makes.
 
     Raises:
         ConfigError: when the trainer's memory can't be opened and --weights forbids another kind.
@@ -282,7 +282,7 @@ def ask_for(
         try:
             weights = _receive(connection, kind)
         except (RuntimeError, LookupError) as error:
-            if kind:  # the second kind too
+            if kind:  # the second kind failed too
                 raise
             kind = choose(wanted, True, f"the trainer's GPU memory can't be opened: {str(error).splitlines()[0]}")
             log.warning("weights go through shared memory: %s", str(error).splitlines()[0])

@@ -1,4 +1,4 @@
-"""Tasks: the contract, how a task is found, and how its grader is called.
+"""Tasks: their interface, how a task is found, and how its grader is called.
 
 A built-in task has a module of its own in this folder. Yours is a Python file with a function that returns a task:
 `--task path/to/file.py:function`. It is your own code and runs with your rights in every process.
@@ -21,7 +21,7 @@ from runtime.files import ConfigError
 class Task(Protocol):
     """Prompts and a reward. Two more methods are optional:
 
-    is_right(prompt, answer)        bool: an answer that held-out accuracy counts; default: reward >= 1
+    is_right(prompt, answer)        bool: whether held-out accuracy counts the answer; default: reward >= 1
     make_start_model(folder, seed)  writes a Hugging Face model folder; without it --model must name one
     """
 
@@ -33,16 +33,16 @@ class Task(Protocol):
         """The score, usually 0 to 1; the answer's text comes without special tokens."""
 
 
-BUILT_IN = {"addition": "tasks.addition:Addition"}  # imported when it is asked for
+BUILT_IN = {"addition": "tasks.addition:Addition"}  # imported on demand
 
 
 def load_task(spec: str) -> Task:
     """The task of a spec: a built-in name, or `file.py:function`.
 
-    Specs, not tasks, travel to other processes: a task may hold what can't be pickled.
+    Other processes get the spec, not the task: a task may hold objects that can't be pickled.
 
     Raises:
-        ConfigError: when there is no such task, or it lacks what a task must have.
+        ConfigError: when there is no such task, or it lacks a required attribute.
     """
     if spec in BUILT_IN:
         module, _, name = BUILT_IN[spec].partition(":")
@@ -75,9 +75,9 @@ def _in_one_line(error: Exception) -> str:
 
 
 def prompt_stream(count: int, seed: int, searcher: int, searchers: int, start: int = 0) -> Iterator[int]:
-    """Prompt ids for ever: each pass over all of them is shuffled anew, and the searchers share it out.
+    """Endless prompt ids: each pass over all prompts is shuffled anew, and the searchers share it.
 
-    The first `start` are left out: an earlier incarnation of the searcher asked for them.
+    The first `start` ids are left out: an earlier incarnation of the searcher has used them.
     """
     epoch, start = divmod(start, len(range(searcher, count, searchers)))
     while True:
@@ -86,17 +86,17 @@ def prompt_stream(count: int, seed: int, searcher: int, searchers: int, start: i
         epoch, start = epoch + 1, 0
 
 
-# --- grading: a task's code is the user's own, an answer is anybody's -----------------------------------------------
+# --- grading: a task's code is the user's own, but an answer may be anything ----------------------------------------
 
 
 class OutOfTime(BaseException):
-    """A grader took too long. No Exception, so that no `except Exception` of the grader's keeps it."""
+    """A grader took too long. It is not an Exception, so a grader's `except Exception` does not catch it."""
 
 
 def limited(seconds: float, function: Callable, *args: str) -> Any:
-    """function(*args), ended by OutOfTime after `seconds` (0: no limit). In a process's main thread only.
+    """Call function(*args); raise OutOfTime after `seconds` (0: no limit). It limits only in a process's main thread.
 
-    The alarm ends Python code and regular expressions; one long call of a C library goes on to its end.
+    The alarm ends Python code and regular expressions; a long call into a C library runs to its end.
     """
     if not seconds or threading.current_thread() is not threading.main_thread():
         return function(*args)
@@ -113,7 +113,7 @@ def limited(seconds: float, function: Callable, *args: str) -> Any:
 
 
 def graded(judge: Callable, prompt: str, answer: str, limit: float) -> Any:
-    """judge(prompt, answer) within the limit; an error of it says what it was judging."""
+    """judge(prompt, answer) within the limit; its error gets a note with prompt and answer."""
     try:
         return limited(limit, judge, prompt, answer)
     except Exception as error:
@@ -122,13 +122,13 @@ def graded(judge: Callable, prompt: str, answer: str, limit: float) -> Any:
 
 
 def reward_of(task: Task, prompt: str, answer: str, limit: float = 0.0) -> tuple[float, str | None]:
-    """The task's reward of an answer, and what was wrong with it: then it is 0.
+    """The task's reward for an answer, and None; or 0 and the problem with the task's reward.
 
     Args:
-        limit: seconds that it may take; 0 is no limit.
+        limit: seconds; 0: no limit.
 
     Raises:
-        Exception: what the task raised, with prompt and answer in its traceback.
+        Exception: the task's own, with prompt and answer in its traceback.
     """
     try:
         reward = float(graded(task.reward, prompt, answer, limit))
@@ -140,7 +140,7 @@ def reward_of(task: Task, prompt: str, answer: str, limit: float = 0.0) -> tuple
 
 
 def is_right(task: Task, prompt: str, answer: str, limit: float = 0.0) -> bool:
-    """Whether accuracy counts an answer: the task's `is_right`, or a reward of at least 1. Too slow is wrong."""
+    """Whether accuracy counts an answer: the task's `is_right`, or a reward of at least 1. Out of time is wrong."""
     judge = getattr(task, "is_right", None) or (lambda *what: task.reward(*what) >= 1)
     try:
         return bool(graded(judge, prompt, answer, limit))

@@ -1,9 +1,9 @@
-"""Two-digit addition, and the start model that RL brings back to the right procedure.
+"""Two-digit addition, and its start model. RL brings back the right procedure.
 
-TBA starts from a supervised model that is right on a part of the problems (40 % on GSM8K), so that RL has something
-to do. Ours is a Llama of 345k parameters that first learns addition from right answers, and then sees demonstrations
-whose writer forgets every carry in 70 % of the answers. Read greedily it then forgets carries too, and about a third of
-the problems have none. RL has to bring the right procedure back, not to discover addition.
+The paper's TBA starts from a supervised model that solves a part of the problems (40 % on GSM8K), so that RL can
+improve it. Our start model is a Llama with 345k parameters. It first learns addition from right answers. Then it sees
+demonstrations that forget every carry in 70 % of the answers. Its greedy answers then forget carries too; about a third
+of the problems have none. RL has to bring back the right procedure, not to discover addition.
 """
 
 import random
@@ -13,7 +13,7 @@ import numpy as np
 
 from tasks.start_model import make_model, make_tokenizer, supervise
 
-CARELESS = 0.7  # share of the careless demonstrations in which the carries are forgotten
+CARELESS = 0.7  # share of the second phase's demonstrations that forget every carry
 PROMPT = 6  # characters
 
 
@@ -39,12 +39,12 @@ class Addition:
         return float(answer == self.solve(prompt))
 
     def make_start_model(self, folder: Path, seed: int) -> None:
-        """A small Llama that was taught addition, then careless habits."""
+        """A small Llama that learned addition, then careless habits."""
         teach(self, folder, seed)
 
 
 def without_carries(prompt: str) -> str:
-    """What a careless writer answers: `37+58=` -> `085`."""
+    """The answer of a careless writer: `37+58=` -> `085`."""
     units, tens = int(prompt[1]) + int(prompt[4]), int(prompt[0]) + int(prompt[3])
     return f"0{tens % 10}{units % 10}"
 
@@ -56,7 +56,7 @@ def demonstration(task: Addition, rng: np.random.Generator, careless: float) -> 
 
 
 def teach(task: Addition, folder: Path, seed: int) -> None:
-    """First right answers (warm-up, stable, decay), until all is right; then careless ones (decay)."""
+    """First right answers (warm-up, stable, decay), until all are right; then careless ones (warm-up, decay)."""
     import torch
 
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""The value of an arithmetic expression that a model wrote, for graders: without `eval`, and bounded.
+"""For graders: the value of an arithmetic expression that a model wrote, without `eval` and within limits.
 
-A model under RL writes whatever pays, `9**9**9**9` and a thousand brackets included. So the text, the nesting and every
-number on the way are limited, and what goes beyond is no number.
+A model under RL may write anything, for example `9**9**9**9` or a thousand brackets. So the length of the text, the
+nesting and every intermediate number are limited. An expression beyond a limit has no value.
 """
 
 import re
@@ -9,19 +9,19 @@ from fractions import Fraction
 
 LONGEST = 200  # characters
 DEEPEST = 30  # operators and brackets that wait for their right-hand side
-BITS = 512  # of a numerator or denominator on the way
+BITS = 512  # of every numerator and denominator, intermediate ones included
 TOKEN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+|\*\*|[-+*/^()])", re.ASCII)
 BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "**": 4, "^": 4}  # a minus sign before a number binds with 3
 
 
 class _NoNumber(ValueError):
-    """The text has no value that is worth computing."""
+    """The text has no value within the limits."""
 
 
 def evaluate(text: str) -> Fraction | None:
     """The exact value of an expression in + - * / ** ^ ( ) and decimal numbers, or None where it has none.
 
-    None also where it is longer than 200 characters, nests deeper than 30, or passes numbers of over 512 bits.
+    None also where it is longer than 200 characters, nests deeper than 30, or reaches numbers of over 512 bits.
     """
     try:
         tokens = _tokens(text)
@@ -34,14 +34,14 @@ def evaluate(text: str) -> Fraction | None:
 
 
 def _tokens(text: str) -> list[str]:
-    """Last first, so that the next one is popped from the end."""
+    """The tokens in reverse order, so that pop() gives the next one."""
     if len(text) > LONGEST:
         raise _NoNumber("too long")
     text, place, found = text.strip(), 0, []
     while place < len(text):
         match = TOKEN.match(text, place)
         if not match:
-            raise _NoNumber(f"what is {text[place]!r}?")
+            raise _NoNumber(f"{text[place]!r} is not allowed")
         found.append(match[1])
         place = match.end()
     return found[::-1]
@@ -84,7 +84,7 @@ def _apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
     if operator == "/":
         return _bounded(a / b)
     size = max(abs(a.numerator).bit_length(), a.denominator.bit_length())
-    if b.denominator != 1 or (size - 1) * abs(b.numerator) > BITS:  # seen before it is computed
+    if b.denominator != 1 or (size - 1) * abs(b.numerator) > BITS:  # checked before it is computed
         raise _NoNumber("a root, or a power that is too large")
     return _bounded(a**b.numerator)
 

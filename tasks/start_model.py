@@ -1,6 +1,6 @@
 """Start models: a small Llama with a character tokenizer, supervised learning, and the process that makes one.
 
-A task that has `make_start_model` gets it made once for each seed; it is kept in the --cache folder.
+A task with `make_start_model` gets one start model per seed. It is kept in the --cache folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def start_model_path(config: Config) -> Path:
 
 
 def obtain(config: Config, children: Supervisor, go_on: Callable[[], bool]) -> str:
-    """Folder of the start model; where it is missing a process of its own makes it, while `go_on()` is true.
+    """Folder of the start model. When it is missing, a separate process makes it, as long as `go_on()` is true.
 
     Raises:
         ConfigError: when it is damaged.
@@ -44,10 +44,10 @@ def obtain(config: Config, children: Supervisor, go_on: Callable[[], bool]) -> s
     place, began = start_model_path(config), time.time()
     if not (place / "config.json").exists():
         log.info("making the start model of task %s for seed %d (about a minute, once) ...", config.task, config.seed)
-        # one thread: so small a model gains little from a second one, and on a busy machine that costs minutes
+        # one thread: a small model gains little from a second one, which costs minutes on a busy machine
         variables = {"OMP_NUM_THREADS": "1"}
         pid = children.run_to_end("start-model", "tasks.start_model", variables, (config,), go_on)
-        for workshop in place.parent.glob(f".making-{pid}-*"):  # of a maker that was killed
+        for workshop in place.parent.glob(f".making-{pid}-*"):  # left by a maker that was killed
             shutil.rmtree(workshop, ignore_errors=True)
         if not go_on():
             return str(place)
@@ -55,14 +55,14 @@ def obtain(config: Config, children: Supervisor, go_on: Callable[[], bool]) -> s
     try:
         check_model_files(place)
     except ConfigError as error:
-        raise ConfigError(f"{error}; remove {place}, it is made again") from None
+        raise ConfigError(f"{error}; remove {place}, then it is made again") from None
     return str(place)
 
 
 def main(child: Child, config: Config) -> None:
     """Body of the process that makes a start model (runtime/child.py starts it).
 
-    It is made beside its place and then renamed, so that a run that is broken off, or two at once, do no harm.
+    It is made in a folder beside and then renamed. So an interrupted run, or two runs at once, do no harm.
     """
     from tasks import load_task
 
@@ -80,7 +80,7 @@ def main(child: Child, config: Config) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """A tokenizer with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -93,7 +93,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(positions: int = 64) -> LlamaForCausalLM:
-    """A Llama of 345k parameters, untied, with heads of 32 (the smallest that vLLM takes on a CPU)."""
+    """A Llama with 345k parameters, untied, with heads of width 32 (the smallest that vLLM supports on a CPU)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -147,7 +147,7 @@ def supervise(
 
 
 def adamw(model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    """A short memory of squared gradients: a carry is learnt all of a sudden."""
+    """AdamW with a short memory of squared gradients, because carries are learned suddenly."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))

@@ -61,7 +61,7 @@ def test_a_dry_run_starts_and_writes_nothing(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0] == "trainer: GPU 0 (CUDA_VISIBLE_DEVICES=0)"
     assert lines[1] == "searcher-0: GPU 1 (CUDA_VISIBLE_DEVICES=1,0)"
-    assert "this machine shows 0 GPU(s): the plan takes 2 of unknown size" in lines
+    assert "this machine shows 0 GPU(s): the plan assumes 2 of unknown size" in lines
     assert list(place.iterdir()) == [] and done.stderr == ""
 
 
@@ -74,7 +74,7 @@ def test_plan_memory_and_work_are_told(folder, machine):
     assert "trainer: about " in text and "CUDA contexts of 4 process(es) 2.0" in text
     assert "vLLM: 0." in text and " of 80.0 GiB" in text
     # 1.1 billion parameters, 6 FLOP each and token
-    assert "256 answers of 258 tokens with their prompts, 6.6 GFLOP a token" in text
+    assert "256 answers of 258 tokens with their prompts, 6.6 GFLOP per token" in text
     assert "throughput: not estimated" in text
 
 
