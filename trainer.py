@@ -231,14 +231,10 @@ class Trainer:
             self._update(batch)
             if self.config.checkpoint_every and self.learner.step % self.config.checkpoint_every == 0:
                 self._checkpoint_if_possible()
-        facts = {
-            "busy_trainer": self.clock.busy(),
-            "waits_trainer": self.clock.waits(),
-            "threads": torch.get_num_threads(),
-        }
+        facts = {"busy_trainer": self.clock.busy(), "waits_trainer": self.clock.waits()}
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
-        facts |= {"trajectories_generated": self.batches.generated(), "late_prefetches": self.batches.late}
+        facts |= {"late_prefetches": self.batches.late, "threads": torch.get_num_threads()}
         return training_summary(self._progress(), self.config, self.clock, self.child.board.stopping, **facts)
 
     def seconds(self) -> float:

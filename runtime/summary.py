@@ -29,6 +29,7 @@ def training_summary(progress: dict, config: Config, clock: Clock, stopped: bool
         "evaluations": progress["accuracies"],
         "seconds_rl": progress["seconds_before"],
         "seconds_evaluating": clock.seconds.get("evaluate", 0.0),
+        "trajectories_generated": int(np.sum(progress["source"]["generated"])),
         "trajectories_trained": progress["trained"],
         **counts,
         "staleness_mean": progress["staleness_sum"] / max(1, progress["step"]),
