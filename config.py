@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.files import ConfigError, check_model_files, read_json, write_whole
 from runtime.placement import visible_gpus
@@ -261,7 +261,7 @@ def read_command_line(argv: list[str] | None, default: Config) -> Config:
     return Config(**{name: value for section in vars(given).values() for name, value in vars(section).items()})
 
 
-def _refuse(event) -> None:
+def _refuse(event: Any) -> None:
     """Turn an event of tyro's parser into our one line."""
     argument = getattr(event, "argument", None)
     option = argument.lowered.name_or_flags[0] if argument else ""
@@ -460,7 +460,7 @@ def load(path: Path) -> Config:
     return Config(**values)
 
 
-def _is_a(value, kind) -> bool:
+def _is_a(value: Any, kind: Any) -> bool:
     """Whether a JSON value is of an option's type: a plain type, a Literal, or a union with None."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)

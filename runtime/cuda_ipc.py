@@ -11,6 +11,7 @@ the copy goes through the host. CUDA chooses by itself; `route` says which way i
 import logging
 import time
 import weakref
+from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
@@ -97,7 +98,7 @@ def route(source: torch.device, target: torch.device) -> str:
     return "by CUDA IPC from GPU to GPU" + ("" if reaches else ", through the host: they can't reach each other")
 
 
-def measured(weights) -> str:
+def measured(weights: Any) -> str:
     """Route and bandwidth of a SharedWeights read, in words. It times the second of two reads: the first allocates."""
     weights.read()
     start = time.perf_counter()

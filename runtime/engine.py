@@ -28,6 +28,7 @@ import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from vllm.outputs import CompletionOutput
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -110,7 +111,7 @@ class VllmEngine(Engine):
         device: str = "cpu",
         memory: float = 0.85,
         recompute_kv: bool = False,
-        **options,
+        **options: object,
     ):
         import_vllm(device)
         from vllm import LLM
@@ -205,7 +206,7 @@ class VllmEngine(Engine):
             raise RuntimeError("vLLM kept its prefix cache: later answers would read keys of older weights")
 
 
-def _answer(completion) -> Answer:
+def _answer(completion: CompletionOutput) -> Answer:
     tokens = np.array(completion.token_ids, np.int32)
     log_mu = np.array(completion.logprobs.logprobs, np.float32)  # one candidate per position: the sampled token
     if len(tokens) != len(log_mu):
@@ -237,13 +238,13 @@ def _register_transfer_engine() -> None:
     class InProcessTransfer(WeightTransferEngine):
         init_info_cls, update_info_cls = WeightTransferInitInfo, UpdateInfo
 
-        def init_transfer_engine(self, init_info) -> None:
+        def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
             pass
 
         def start_weight_update(self) -> None:
             initialize_layerwise_reload(self.model)
 
-        def receive_weights(self, update_info) -> None:
+        def receive_weights(self, update_info: UpdateInfo) -> None:
             self.model.load_weights(update_info.named_tensors)
 
         def finish_weight_update(self) -> None:
@@ -260,7 +261,7 @@ def _register_transfer_engine() -> None:
     WeightTransferEngineFactory.register_engine(TRANSFER, InProcessTransfer)
 
 
-def _tie_again(model) -> None:
+def _tie_again(model: torch.nn.Module) -> None:
     """After a reload, give the output layer the input embedding's new weights.
 
     A reload loads a shared tensor once, under the embedding's name. The output layer (and on a CPU its repacked copy)

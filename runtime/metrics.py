@@ -126,7 +126,7 @@ class EventLog:
     def __init__(self, path: Path | None) -> None:
         self._file = JsonLines(path) if path else None
 
-    def write(self, event: str, **values) -> None:
+    def write(self, event: str, **values: object) -> None:
         if self._file:
             self._file.write({"event": event} | values)
 

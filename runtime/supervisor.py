@@ -10,8 +10,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.managers import BaseManager
+from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import Any
 
 from runtime import child
 from runtime.child import environment, uninterrupted
@@ -62,7 +66,16 @@ class Supervisor:
         timeout: seconds without a sign of life after which a child counts as hanging.
     """
 
-    def __init__(self, ctx, out: Path, board: Board, logs, heard: Callable, died: Callable, timeout: float) -> None:
+    def __init__(
+        self,
+        ctx: BaseContext,
+        out: Path,
+        board: Board,
+        logs: Queue,
+        heard: Callable[[str, str, Any], None],
+        died: Callable[[str, str], None],
+        timeout: float,
+    ) -> None:
         self.ctx, self.out, self.board, self.logs, self.heard, self.died = ctx, out, board, logs, heard, died
         self.processes: dict = {}
         self.manager = None
@@ -101,7 +114,7 @@ class Supervisor:
         self.forget(name)
         return process.pid
 
-    def adopt(self, manager, pid: int) -> None:
+    def adopt(self, manager: BaseManager, pid: int) -> None:
         """Watch the buffer's Manager too."""
         self.manager = manager
         self._note_pid("buffer", pid)
@@ -135,7 +148,7 @@ class Supervisor:
                 self._drain(name, self._pipes.get(name))  # its last messages come before its death
                 self.died(name, self.how_it_ended(name))
 
-    def _drain(self, name: str, pipe) -> None:
+    def _drain(self, name: str, pipe: Connection | None) -> None:
         while pipe and pipe.poll():
             try:
                 message = pipe.recv()

@@ -57,11 +57,14 @@ class SharedWeights:
     def __init__(self, layout: list[tuple[str, tuple, torch.dtype]], slots: torch.Tensor, header: torch.Tensor):
         self.layout, self.slots, self.header = layout, slots, header
         self._targets = [[view for _, view in self._views(slot)] for slot in slots]
-        self._header = header.numpy()  # aligned 8-byte reads and writes are atomic; x86 and the GIL keep their order
+        self._header = header.numpy()  # aligned 8-byte reads and writes are atomic; `_in_order` keeps their order
 
     @classmethod
     def like(
-        cls, named_tensors: Iterable[tuple[str, torch.Tensor]], device="cpu", dtype: torch.dtype | None = None
+        cls,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
     ) -> SharedWeights:
         """Allocate a snapshot for tensors of these names and shapes; nothing is published yet.
 
@@ -100,10 +103,12 @@ class SharedWeights:
             raise ValueError("these are not the tensors that the snapshot was laid out for (names, shapes, dtypes)")
         slot = 1 - int(self._header[LATEST])
         self._header[slot] = DIRTY
+        _in_order()
         with torch.no_grad():  # one call: a loop costs more than copying 4 MB
             torch._foreach_copy_(self._targets[slot], [t for _, t in tensors], non_blocking=True)
-        _finish(tensors[0][1], self.slots)  # the copies must end before the stamp is written
+        _in_order(tensors[0][1], self.slots)  # the copies must end before the stamp is written
         self._header[slot] = version
+        _in_order()
         self._header[LATEST] = slot
 
     def read(self, timeout: float = 10.0) -> tuple[int, list[tuple[str, torch.Tensor]]]:
@@ -118,8 +123,9 @@ class SharedWeights:
             slot = int(self._header[LATEST])
             version = int(self._header[slot])
             if version != DIRTY:
+                _in_order()
                 copy.copy_(self.slots[slot])
-                _finish(copy, self.slots)
+                _in_order(copy, self.slots)
                 if int(self._header[slot]) == version:  # untouched from the first byte to the last
                     return version, self._views(copy)
             if time.monotonic() > deadline:
@@ -141,10 +147,20 @@ def _open(layout: list, handle: tuple, header: torch.Tensor) -> SharedWeights:
     return SharedWeights(layout, cuda_ipc.rebuild(handle), header)
 
 
-def _finish(*tensors: torch.Tensor) -> None:
-    """Wait for the GPUs that hold the tensors: work on a GPU is only queued."""
+_FENCE = threading.Lock()
+
+
+def _in_order(*tensors: torch.Tensor) -> None:
+    """End all reads and writes before this call before any after it begins.
+
+    Work on a GPU is only queued: wait for those that hold the tensors. An ARM processor may reorder accesses to memory,
+    but none across a lock's release and the next acquisition. x86 keeps their order by itself.
+    """
     for device in {t.device for t in tensors if t.is_cuda}:
         torch.cuda.synchronize(device)
+    for _ in range(2):
+        with _FENCE:
+            pass
 
 
 def _kept(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -38,7 +38,7 @@ def eager_job(tmp_path_factory, tiny_folder):
     shutil.rmtree(job.tmp, ignore_errors=True)
 
 
-@pytest.mark.parametrize("mode", ["eager", "barrier", "onpolicy"])
+@pytest.mark.parametrize("mode", ["eager", "barrier", pytest.param("onpolicy", marks=pytest.mark.slow)])
 def test_the_whole_job(request, start_job, tiny_folder, mode):
     searchers, steps = 0 if mode == "onpolicy" else 1, 60 if mode == "eager" else 12
     if mode == "eager":
@@ -276,6 +276,7 @@ def mean_of(ages: Counter) -> float:
     return sum(age * n for age, n in ages.items()) / ages.total()
 
 
+@pytest.mark.slow
 def test_two_runs_at_once(start_job, tiny_folder):
     jobs = [start_job(*SHORT, "--engine", "hf", "--model", tiny_folder, "--seed", s) for s in (0, 1)]
     while any(job.process.poll() is None for job in jobs):
