@@ -24,6 +24,7 @@ import numpy as np
 
 from notebooks import figures
 from notebooks.saved_run import obtain
+from runtime import plots
 
 # %% tags=["parameters"]
 FAST = False  # True: set by the tests
@@ -64,7 +65,7 @@ default = obtain("default", OPTIONS, REPLAY)
 # > updates, what do reward and held-out accuracy do?
 
 # %%
-figures.picture(figures.reward_and_accuracy(default.rows, default.summary["evaluations"]))
+figures.picture(plots.reward_and_accuracy(default.rows, default.summary["evaluations"]))
 
 # %% [markdown]
 # **Answer:** both rise steeply at first, the accuracy with dips. The reward is that of *drawn* answers: sampled at
@@ -88,7 +89,7 @@ for prompt, before, after in default.answers:
 # > reward, squared. Does it go to 0, as it nearly did in notebook 1?
 
 # %%
-figures.picture(figures.loss(default.rows))
+figures.picture(plots.loss(default.rows))
 
 # %% [markdown]
 # **Answer:** no. It falls by a factor of about two and goes on jumping. In balance, the log-probabilities of a right
@@ -102,7 +103,7 @@ figures.picture(figures.loss(default.rows))
 # > it?
 
 # %%
-figures.picture(figures.staleness(default.rows))
+figures.picture(plots.staleness(default.rows))
 
 # %%
 ages = np.repeat(list(default.ages), list(default.ages.values()))
@@ -123,7 +124,7 @@ figures.picture(
 # %%
 busy, title = default.summary, "Two seconds of the default run: coloured is work"
 said = f"trainer busy {busy['busy_trainer']:.0%}, searcher busy {busy['busy_searchers'][0]:.0%}"
-figure = figures.timeline({f"{title}; {said}": (default.trace, 0.0)}, 2.0)
+figure = plots.timeline({f"{title}; {said}": (default.trace, 0.0)}, 2.0)
 figure.set_size_inches(8, 3)
 figures.picture(figure)
 

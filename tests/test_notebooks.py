@@ -5,6 +5,7 @@ that `make test` installs nothing for them, and so that a mistake of jupytext or
 """
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_functions_live_in_modules(source):
     tree = ast.parse(source.read_text())
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+@all_six
+def test_our_modules_have_the_names_that_it_uses(source):
+    """Without running it: `figures.curves`, say, is there."""
+    found = set(re.findall(r"\b(figures|plots|toy)\.(\w+)", source.read_text())) - {("toy", "py"), ("figures", "py")}
+    homes = {"figures": "notebooks.figures", "plots": "runtime.plots", "toy": "notebooks.toy"}
+    assert [(home, name) for home, name in found if not hasattr(importlib.import_module(homes[home]), name)] == []
 
 
 def test_nothing_of_jupyter_is_asked_for_by_the_main_job():
