@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from bench.common import RESULTS, ROOT, machine
@@ -39,7 +40,7 @@ def one_run(loss: str, seed: int, options: list[str]) -> dict:
         for name in ("accuracy", "staleness"):
             shutil.copy(out / "figures" / f"{name}.png", ROOT / "docs" / f"{name}.png")
     shutil.rmtree(out.parent)
-    row = {"loss": loss, "seed": seed, "options": " ".join(options)}
+    row = {"loss": loss, "seed": seed, "options": " ".join(options), "date": time.strftime("%Y-%m-%d")}
     row |= {key: round(summary[key], 3) for key in KEPT} | {"busy_searchers": summary["busy_searchers"]}
     return row | {"evaluations": [[step, round(s, 1), round(a, 3)] for step, s, a in summary["evaluations"]]}
 

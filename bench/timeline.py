@@ -25,7 +25,7 @@ from runtime.plots import read_trace, timeline, towards_the_end
 MODES = {
     "onpolicy": "onpolicy: one process, {threads} threads",
     "barrier": "barrier, k = 1: all pause at every update",
-    "eager": "eager, k = 1: nobody pauses",
+    "eager": "eager, k = 1: no syncs; the trainer waits only for answers",
 }
 WINDOW = 2.5  # seconds that are drawn
 
