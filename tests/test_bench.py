@@ -155,7 +155,9 @@ def goals():
         f"| `onpolicy` TB | {t['speedup_vs_onpolicy_tb']:.2f} |",
         f"| `onpolicy` GRPO | {t['speedup_vs_onpolicy_grpo']:.2f} |",
         f"| `eager` with vLLM | {t['speedup_vs_vllm_eager']:.2f} |",
+        f"the lead over TRL is {t['speedup_vs_trl']:.2f}",
         f"Its start-up takes {t['startup_seconds_trl']} s",
+        f"Per update it has {t['long_speedup_an_update']:.2f} times the speed of `onpolicy`",
         f"at {t['streaming_gain']:.2f} of the speed of one that drains",
         f"could give {t['long_bound']:.2f} times the speed of `onpolicy`. `eager` has {t['long_speedup']:.2f}. "
         f"That is {t['share_of_bound_generation_bound']:.2f} of the possible speed",
