@@ -235,11 +235,14 @@ def test_the_critic_of_vtrace_learns():
     assert all(np.isfinite(losses)) and learner.head.bias.item() != before
 
 
-def test_what_is_not_finite_is_named():
+@pytest.mark.parametrize("rewards", [{1: "nan"}, {0: "inf", 1: "nan"}, {1: "nan", 0: "-inf"}, {1: "inf"}], ids=str)
+def test_the_first_that_is_not_finite_is_named(rewards):
     groups = a_batch()
-    group = groups[1]
-    groups[1] = [dataclasses.replace(group[0], reward=float("nan")), *group[1:]]
-    with pytest.raises(FloatingPointError, match=r"update 0: the loss is nan; prompt 1 has log_pi .* reward \[nan, "):
+    for i, reward in rewards.items():
+        groups[i] = [dataclasses.replace(groups[i][0], reward=float(reward)), *groups[i][1:]]
+    first = min(rewards)
+    message = rf"update 0: the loss is \S+; prompt {first} has log_pi .* reward \[{rewards[first]}, "
+    with pytest.raises(FloatingPointError, match=message):
         learner_of("tb").update(groups)
 
 
