@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -158,6 +159,40 @@ def test_a_dead_or_hanging_trainer_or_buffer_ends_the_run(start_job, tiny_folder
     assert f"--resume {job.out}` goes on from step-" in job.text
     if victim == "trainer" and signum == signal.SIGKILL:
         assert_resumes(start_job, job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["trainer", "buffer"])
+def test_in_the_syncs_of_barrier_too_the_dead_one_is_named(start_job, tiny_folder, victim):
+    job = start_job(*ENDLESS, "--sync", "barrier", "--checkpoint-every", 5, "--model", tiny_folder)
+    family = running(job)
+    job.wait_for(checkpoints)
+    os.kill(job.pids()[victim], signal.SIGKILL)
+    assert job.wait(40) == 1, job.text
+    job.assert_nothing_left(family)
+    assert job.text.count(f"tba_min: the run failed: {victim} was killed by SIGKILL") == 1
+    assert "Traceback" not in job.text and f"--resume {job.out}` goes on from step-" in job.text
+
+
+@pytest.mark.parametrize(
+    "error", [EOFError(), BrokenPipeError(), ConnectionResetError()], ids=lambda e: type(e).__name__
+)
+@pytest.mark.parametrize("has_died", [True, False])
+def test_a_broken_line_to_the_buffer_is_told_in_one_line(monkeypatch, tmp_path, error, has_died):
+    """In `barrier` the parent itself calls the buffer; it may meet the broken line before it hears of the death."""
+    run = object.__new__(tba_min.Run)
+    run.config, run.out, run.result, run.interrupts = tba_min.Config(sync="barrier"), tmp_path, None, 0
+    run.children, run.board, run.buffer, run.absent = mock.Mock(), mock.Mock(), mock.Mock(), set()
+    run.children.is_gone.side_effect = lambda name, _: has_died and name == "buffer"
+    run.children.how_it_ended.return_value = "was killed by SIGKILL"
+    monkeypatch.setattr(tba_min, "lead_sync", mock.Mock(side_effect=error))
+    cause = (
+        "buffer was killed by SIGKILL; "
+        if has_died
+        else "the buffer's process does not answer: " + type(error).__name__
+    )
+    with pytest.raises(tba_min.Failed, match=cause):
+        run._watch()
 
 
 def assert_resumes(start_job, job):
