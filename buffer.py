@@ -20,7 +20,7 @@ import numpy as np
 class Trajectory:
     """One answer to one prompt, its scores, and who wrote it."""
 
-    uid: tuple[int, int, int]  # searcher, how often it was started again (its incarnation), a counter
+    uid: tuple[int, int, int]  # searcher, how often it was started again (its incarnation), S * place + its number
     prompt_id: int
     prompt: np.ndarray  # [L] int32, token ids
     response: np.ndarray  # [T] int32, token ids, the end-of-sequence token included

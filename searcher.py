@@ -26,10 +26,12 @@ from runtime.files import JsonLines
 from runtime.loading import Parts, load_parts
 from runtime.metrics import Board, Clock, EventLog
 from runtime.policy import collate, response_logprobs, unique_rows
+from runtime.prompts import Places, prompt_stream
+from runtime.report import Report
 from runtime.served_buffer import RemoteBuffer
 from runtime.weights import SharedWeights, ask_for
 from sync import SEARCHER_LOOPS, backlog
-from tasks import prompt_stream, reward_of
+from tasks import reward_of
 
 if TYPE_CHECKING:
     from multiprocessing.managers import BaseProxy
@@ -51,6 +53,7 @@ class Searcher:
         beat: called often, as a sign of life.
         events: where pulls and answers are logged (--event-log).
         state: Searcher.state_dict() to go on from.
+        done: places in the stream of prompts (runtime/prompts.py) whose answers have been handed over.
     """
 
     COUNTS = ("generated", "tokens", "truncated", "undecodable", "bad_rewards")  # on the notice board too
@@ -65,23 +68,24 @@ class Searcher:
         beat: Callable[[], None] = lambda: None,
         events: EventLog | None = None,
         state: dict | None = None,
+        done: Places | None = None,
     ) -> None:
         self.engine, self.reference, self.task, self.tokenizer = parts
         self.config, self.uid, self.clock, self.beat = config, (index, incarnation), clock, beat
         self.events = events or EventLog(None)
         self.steps = 0  # of the engine
         self._prompts: dict[int, np.ndarray] = {}  # prompt_id -> token ids
-        self._begun: dict[int, int] = {}  # key of a running group -> prompt_id
-        state = state or dict.fromkeys((*self.COUNTS, "begun", "uid"), 0)
-        self._next_key, self._next_uid = state["begun"], state["uid"]
+        self._begun: dict[int, int] = {}  # place in the stream of prompts, of a running group -> prompt_id
+        state = state or {}
         for name in self.COUNTS:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))
+        self._next = state.get("begun", 0)  # place
         prompts, shared_by = len(self.task.train), config.searchers or 1
-        self._stream = prompt_stream(prompts, config.seed, index, shared_by, start=self._next_key)
+        self._stream = prompt_stream(prompts, config.seed, index, shared_by, done or Places(self._next))
 
     def state_dict(self) -> dict:
         """Counts, and the place in the stream of prompts; nothing may be in flight."""
-        return {"begun": self._next_key, "uid": self._next_uid} | {name: getattr(self, name) for name in self.COUNTS}
+        return {"begun": self._next} | {name: getattr(self, name) for name in self.COUNTS}
 
     @property
     def version(self) -> int:
@@ -112,11 +116,10 @@ class Searcher:
                 self._add()
 
     def _add(self) -> None:
-        prompt_id = next(self._stream)
-        self._begun[self._next_key] = prompt_id
-        self.engine.add(self._next_key, self._tokens(prompt_id), self.config.S)
-        self.events.write("add", engine_step=self.steps, key=self._next_key)
-        self._next_key += 1
+        place, prompt_id = next(self._stream)
+        self._begun[place], self._next = prompt_id, place + 1
+        self.engine.add(place, self._tokens(prompt_id), self.config.S)
+        self.events.write("add", engine_step=self.steps, key=place)
 
     def step(self) -> list[Trajectory]:
         """One step of the engine; returns the groups that finished, scored."""
@@ -126,8 +129,8 @@ class Searcher:
         self.steps += 1
         if not finished:
             return []
-        groups = [(self._begun.pop(key), answers) for key, answers in finished]
-        self.generated += sum(len(answers) for _, answers in groups)
+        groups = [(place, self._begun.pop(place), answers) for place, answers in finished]
+        self.generated += sum(len(answers) for _, _, answers in groups)
         trajectories = self._score(groups)
         answers = [[t.uid[2], len(t.response), t.policy_version, t.version_last] for t in trajectories]
         self.events.write("finish", engine_step=self.steps, keys=[key for key, _ in finished], answers=answers)
@@ -149,19 +152,20 @@ class Searcher:
             self._prompts[prompt_id] = np.array(ids, np.int32)
         return self._prompts[prompt_id]
 
-    def _score(self, groups: list[tuple[int, list[Answer]]]) -> list[Trajectory]:
-        flat = [(prompt_id, a) for prompt_id, answers in groups for a in answers]
+    def _score(self, groups: list[tuple[int, int, list[Answer]]]) -> list[Trajectory]:
+        """Score groups of (place, prompt_id, answers)."""
+        flat = [(prompt_id, a) for _, prompt_id, answers in groups for a in answers]
+        counters = [place * self.config.S + j for place, _, answers in groups for j in range(len(answers))]
         with self.clock.span("reward"):
             texts = self.tokenizer.batch_decode([a.tokens for _, a in flat], skip_special_tokens=True)
             rewards = [self._reward(i, text) for (i, _), text in zip(flat, texts, strict=True)]
         with self.clock.span("log pi_ref"):
             log_ref = self._log_ref([(self._tokens(i), a.tokens) for i, a in flat])
-        return [self._trajectory(i, a, r, ref) for (i, a), r, ref in zip(flat, rewards, log_ref, strict=True)]
+        rows = zip(counters, flat, rewards, log_ref, strict=True)
+        return [self._trajectory((*self.uid, n), i, a, reward, ref) for n, (i, a), reward, ref in rows]
 
-    def _trajectory(self, prompt_id: int, answer: Answer, reward: float, log_ref: float) -> Trajectory:
-        """An answer with its scores, under a uid of its own; counted."""
-        uid = (*self.uid, self._next_uid)
-        self._next_uid += 1
+    def _trajectory(self, uid: tuple, prompt_id: int, answer: Answer, reward: float, log_ref: float) -> Trajectory:
+        """An answer with its scores; counted."""
         self.tokens += len(answer.tokens)
         self.truncated += answer.finish_reason == "length"
         content = (self._tokens(prompt_id), answer.tokens, answer.finish_reason)
@@ -209,11 +213,12 @@ def main(
     """
     board, row = child.board, Board.SEARCHERS + index
     state = {name: int(board.get(row, name)) for name in Searcher.COUNTS}  # an earlier incarnation's
-    state |= {"begun": state["generated"] // config.S, "uid": 0}  # as many groups come again as it left unfinished
+    buffer = RemoteBuffer(proxy)
+    done = buffer.handed_over()  # all else comes again: that an earlier incarnation, or a run before, left unfinished
     events = EventLog(out / f"events-searcher-{index}.jsonl" if config.event_log else None)
     events.write("start", incarnation=incarnation)
     parts = load_parts(child, config, folder, index, incarnation)
-    searcher = Searcher(parts, config, index, incarnation, child.clock, child.beat, events, state)
+    searcher = Searcher(parts, config, index, incarnation, child.clock, child.beat, events, state, done)
 
     def waiting() -> bool:
         child.beat()
@@ -228,32 +233,5 @@ def main(
         log.info("searcher %d gets its weights %s", index, cuda_ipc.measured(weights))
     child.tell("ready")
     log.info("searcher %d is ready after %.0f s (%s)", index, time.time() - child.started, config.engine)
-    report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"))
-    SEARCHER_LOOPS[config.sync](searcher, weights, RemoteBuffer(proxy), report)
-
-
-class Report:
-    """Counters of a searcher: to the notice board when it is called, to its JSONL file about once per second."""
-
-    def __init__(self, searcher: Searcher, board: Board, row: int, file: JsonLines) -> None:
-        self.searcher, self.board, self.row, self.file = searcher, board, row, file
-        self.handed_over = int(board.get(row, "handed_over"))
-        self._written, self._began = 0.0, False
-
-    def __call__(self, handed_over: int) -> None:
-        s, now = self.searcher, time.time()
-        self.handed_over += handed_over
-        if not self._began and self.board.get(Board.TRAINER, "rl_start"):
-            self._began = True
-            s.clock.begin()
-        values = {"handed_over": self.handed_over, "version": s.version, "busy": s.clock.busy()}
-        values |= {name: getattr(s, name) for name in s.COUNTS}
-        for field, value in values.items():
-            self.board.set(self.row, field, value)
-        if now - self._written > 1:
-            self._written = now
-            seconds = {name: round(v, 3) for name, v in s.clock.seconds.items()}
-            published, trained = (self.board.get(Board.TRAINER, field) for field in ("version", "trained"))
-            left = backlog(s.config, sum(self.board.of_searchers("generated")), trained)
-            pace = {"behind": published - s.version, "backlog": left}
-            self.file.write({"time": now, "incarnation": s.uid[1]} | values | pace | {"seconds": seconds})
+    report = Report(searcher, board, row, JsonLines(out / f"searcher-{index}.jsonl"), backlog)
+    SEARCHER_LOOPS[config.sync](searcher, weights, buffer, report)

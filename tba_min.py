@@ -167,8 +167,8 @@ class Run:
         pool = None if c.sync == "barrier" else c.recent_groups
         with child.uninterrupted(), child.environment({"OMP_NUM_THREADS": "1"}):
             manager, self.buffer = serve(
-                self.ctx, child.prepare_buffer, (self.board,), capacity=c.buffer_capacity, recent_groups=pool,
-                per_prompt=c.per_prompt_capacity, dedup=c.dedup, seed=c.seed,
+                self.ctx, child.prepare_buffer, (self.board,), answers=c.S, capacity=c.buffer_capacity,
+                recent_groups=pool, per_prompt=c.per_prompt_capacity, dedup=c.dedup, seed=c.seed,
             )  # fmt: skip
         self.children.adopt(manager, self.buffer.pid())
 

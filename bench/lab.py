@@ -185,10 +185,9 @@ class Lab:
 
         pool = None if config.sync == "barrier" else config.recent_groups
         options = {"capacity": config.buffer_capacity, "per_prompt": config.per_prompt_capacity, "dedup": config.dedup}
+        options |= {"recent_groups": pool, "seed": config.seed, "answers": config.S}
         with uninterrupted(), environment({"OMP_NUM_THREADS": "1"}):
-            return serve(
-                self.ctx, children.prepare_buffer, (self.board,), recent_groups=pool, seed=config.seed, **options
-            )
+            return serve(self.ctx, children.prepare_buffer, (self.board,), **options)
 
     def _fresh(self) -> Path:
         for row in range(Board.SEARCHERS + self.board.searchers):

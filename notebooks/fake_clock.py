@@ -19,8 +19,8 @@ import numpy as np
 
 from buffer import ReplayBuffer, Trajectory
 from runtime.metrics import trace_events
+from runtime.prompts import prompt_stream
 from sync import may_update
-from tasks import prompt_stream
 
 Process = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
@@ -244,7 +244,7 @@ class _Play:
             if self.published > version:
                 version = self.published
                 yield "pull weights", self.setting.transfer
-            prompt = next(self.streams[i])
+            prompt = next(self.streams[i])[1]
             yield "generate", self._seconds(i)
             self.buffer.add(self._group(i, prompt, version))
 
@@ -269,7 +269,7 @@ class _Play:
     def barrier_searcher(self, i: int) -> Process:
         version, d_local = 0, []
         while True:
-            prompt = next(self.streams[i])
+            prompt = next(self.streams[i])[1]
             yield "generate", self._seconds(i)
             d_local += self._group(i, prompt, version)
             if self.wanted > self.arrived[i]:
@@ -306,7 +306,7 @@ class _Play:
         while self.left:
             self.left -= 1
             self.writing += 1
-            prompt = next(self.stream)
+            prompt = next(self.stream)[1]
             yield "generate", self._seconds(i)
             self.buffer.add(self._group(i, prompt, version))
             self.writing -= 1

@@ -1,6 +1,7 @@
 """The replay buffer in a process of its own: a Manager serves it, and trajectories cross as flat arrays."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.managers import BaseManager, BaseProxy
@@ -8,6 +9,7 @@ from multiprocessing.managers import BaseManager, BaseProxy
 import numpy as np
 
 from buffer import ReplayBuffer, Trajectory
+from runtime.prompts import Places
 
 HEAD = np.dtype(
     [("uid", "i8", 3), ("prompt_id", "i8"), ("finish_reason", "U6"), ("reward", "f8"), ("log_ref", "f8")]
@@ -45,20 +47,44 @@ def unpack(packed: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> lis
 
 
 class _Server(ReplayBuffer):
-    """The buffer in the Manager's process: packed arrays go in and out."""
+    """The buffer in the Manager's process: packed arrays go in and out.
+
+    It also knows which places in the stream of prompts have been handed over. Nobody else can know that: a searcher may
+    be killed between handing a group over and noting that it did.
+
+    Args:
+        answers: S, answers in a group.
+        bounds, options: ReplayBuffer's.
+    """
+
+    def __init__(self, *bounds: int, answers: int = 1, **options: int | bool | None) -> None:
+        super().__init__(*bounds, **options)
+        self._answers, self._done = answers, Places()
+        self._both = threading.Lock()  # a saved state has the places of just the trajectories that it has
 
     def pid(self) -> int:
         return os.getpid()
 
     def packed_state(self) -> dict:
-        state = self.state_dict()
-        return state | {"trajectories": pack(state["trajectories"])}  # slow, so it runs without the buffer's lock
+        with self._both:
+            state = self.state_dict() | {"done": self._done.state()}
+        return state | {"trajectories": pack(state["trajectories"])}  # slow, so it runs without a lock
 
     def load_packed_state(self, state: dict) -> None:
-        self.load_state_dict(state | {"trajectories": unpack(state["trajectories"])})
+        with self._both:
+            self.load_state_dict(state | {"trajectories": unpack(state["trajectories"])})
+            self._done = Places(*state.get("done", ()))
 
     def add_packed(self, packed: tuple) -> None:
-        self.add(unpack(packed))
+        trajectories = unpack(packed)
+        with self._both:
+            self.add(trajectories)
+            for place in np.unique(packed[0]["uid"][:, 2] // self._answers).tolist():
+                self._done.add(place)
+
+    def handed_over(self) -> tuple[int, list[int]]:
+        with self._both:
+            return self._done.state()
 
     def sample_packed(self, *args: float) -> tuple | None:
         groups = self.sample(*args)
@@ -72,7 +98,8 @@ class BufferManager(BaseManager):
 BufferManager.register(
     "Buffer",
     _Server,
-    exposed=["pid", "add_packed", "sample_packed", "start_pool", "stats", "packed_state", "load_packed_state"],
+    exposed=["pid", "add_packed", "sample_packed", "start_pool", "stats", "packed_state", "load_packed_state"]
+    + ["handed_over"],
 )
 
 
@@ -95,8 +122,12 @@ class RemoteBuffer:
     def stats(self) -> dict[str, int]:
         return self._proxy.stats()
 
+    def handed_over(self) -> Places:
+        """Places in the stream of prompts whose groups have come, from any searcher."""
+        return Places(*self._proxy.handed_over())
+
     def packed_state(self) -> dict:
-        """`ReplayBuffer.state_dict()`, its trajectories packed."""
+        """`ReplayBuffer.state_dict()`, its trajectories packed, and the places that have been handed over."""
         return self._proxy.packed_state()
 
 

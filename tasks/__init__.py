@@ -9,11 +9,9 @@ import importlib.util
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from runtime.files import ConfigError
 
@@ -72,18 +70,6 @@ def load_task(spec: str) -> Task:
 
 def _in_one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def prompt_stream(count: int, seed: int, searcher: int, searchers: int, start: int = 0) -> Iterator[int]:
-    """Endless prompt ids: each pass over all prompts is shuffled anew, and the searchers share it.
-
-    The first `start` ids are left out: an earlier incarnation of the searcher has used them.
-    """
-    epoch, start = divmod(start, len(range(searcher, count, searchers)))
-    while True:
-        order = np.random.default_rng([seed, epoch]).permutation(count)
-        yield from order[searcher::searchers][start:].tolist()
-        epoch, start = epoch + 1, 0
 
 
 # --- grading: a task's code is the user's own, but an answer may be anything ----------------------------------------

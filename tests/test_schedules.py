@@ -16,8 +16,8 @@ from config import Config
 from runtime import metrics
 from runtime.loading import Parts
 from runtime.metrics import Board, Clock
+from runtime.report import Report
 from runtime.weights import SharedWeights
-from searcher import Report
 from sync import SEARCHER_LOOPS, BarrierBatches, EagerBatches, barrier_searcher, lead_sync
 
 CONFIG = {"gpus": 0, "samples_per_prompt": 4, "generate_per_prompt": 4, "prompts_per_batch": 4, "recent_groups": 8}
@@ -85,7 +85,7 @@ class FakeRun:
         config, task, rng = self.config, FakeTask(PROMPTS), np.random.default_rng([7, i])
         engine = FakeEngine(self.time, config.in_flight, rng, self.longest, lambda: self.take(self.step_seconds))
         one = FakeSearcher(Parts(engine, None, task, task), config, i, 0, Clock())
-        self.reports.append(Report(one, self.board, Board.SEARCHERS + i, NoFile()))
+        self.reports.append(Report(one, self.board, Board.SEARCHERS + i, NoFile(), sync.backlog))
         SEARCHER_LOOPS[config.sync](one, self.weights, self.buffer, self.reports[-1])
 
 
@@ -144,10 +144,12 @@ def test_any_schedule_loses_nothing_stores_nothing_twice_and_keeps_its_limits(
     assert stats["stored"] + stats["expired"] == stats["added"] == sum(handed_over)
     for report in run.reports:
         one, index = report.searcher, report.searcher.uid[0]
-        stored = {t.uid[2] for t in run.buffer.contents() if t.searcher == index}
-        assert stored <= set(range(report.handed_over))
-        if not oldest:
-            assert stored == set(range(report.handed_over))  # all that it wrote, from the first on
+        stored = [t.uid[2] for t in run.buffer.contents() if t.searcher == index]
+        places = {n // c.S for n in stored}  # in the stream of prompts
+        assert all(place % PROMPTS % searchers == index for place in places)
+        if not oldest:  # all that it wrote
+            assert sorted(stored) == sorted(place * c.S + j for place in places for j in range(c.S))
+            assert len(stored) == report.handed_over
         if mode == "eager":
             assert report.handed_over == one.generated
     for t in run.buffer.contents():

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from searcher import prompt_stream
 from tasks import is_right, load_task
 from tasks.addition import Addition, demonstration, without_carries
 from tasks.start_model import VOCABULARY, make_model, make_tokenizer
@@ -113,38 +112,6 @@ def test_a_tasks_own_judge_decides_what_is_right(tmp_path):
     (tmp_path / "echo.py").write_text(judge)
     task = load_task(f"{tmp_path}/echo.py:make_task")
     assert is_right(task, "a", "a") and not is_right(task, "a", "xxxx")
-
-
-# --- the searchers' prompts -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("searchers", [1, 2, 3, 7])
-def test_searchers_share_each_pass_over_the_prompts(searchers):
-    count, passes = 20, 3
-    streams = [prompt_stream(count, 4, i, searchers) for i in range(searchers)]
-    shares = [len(range(i, count, searchers)) for i in range(searchers)]
-    orders = []
-    for _ in range(passes):
-        drawn = [list(itertools.islice(stream, n)) for stream, n in zip(streams, shares, strict=True)]
-        flat = [p for part in drawn for p in part]
-        assert sorted(flat) == list(range(count))  # all of them, none twice
-        orders.append(flat)
-    assert orders[0] != orders[1] != orders[2] != orders[0]
-    assert all(isinstance(p, int) for p in orders[0])
-
-
-@pytest.mark.parametrize("start", [0, 1, 32, 33, 34, 66, 100, 333])
-def test_a_stream_goes_on_where_an_earlier_one_was(start):
-    whole = list(itertools.islice(prompt_stream(100, 7, 1, 3), 500))
-    assert list(itertools.islice(prompt_stream(100, 7, 1, 3, start), 500 - start)) == whole[start:]
-
-
-def test_the_order_of_prompts_hangs_on_the_seed_alone():
-    def first(seed):
-        return list(itertools.islice(prompt_stream(100, seed, 1, 3), 80))
-
-    assert first(0) == first(0)
-    assert first(0) != first(1)
 
 
 # --- tokenizer and model --------------------------------------------------------------------------------------------
