@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from unittest import mock
 
 import numpy as np
@@ -80,7 +81,20 @@ def assert_goes_on_after(job, kill, incarnation=1):
     assert summary["restarts"] == 1 and 0 <= summary["trajectories_lost"] <= 64
     uids = [t.uid for t in unpack(load_buffer(checkpoints(job)[-1])["trajectories"])]
     assert len(set(uids)) == len(uids) and {u[1] for u in uids} == {0, 1}
+    assert_every_prompt_came_once(job)
     assert [r["step"] for r in job.rows()] == list(range(len(job.rows())))
+
+
+def assert_every_prompt_came_once(job):
+    """What was begun and never handed over was begun again, and nothing came twice; places as in runtime/prompts.py."""
+    state = load_buffer(checkpoints(job)[-1])
+    (low, above), in_flight = state["done"], 64 // 4
+    written = Counter(uid[2] // 4 for uid in state["trajectories"][0]["uid"].tolist())
+    assert set(written.values()) == {4} or state["counts"]["evicted"]  # S answers of each group
+    assert max(written.values()) == 4 and set(written) <= {*range(low), *above}
+    assert max([low, *above]) - low <= 3 * in_flight  # the gaps are what was in flight at the end
+    if not state["counts"]["evicted"]:
+        assert set(written) == {*range(low), *above}
 
 
 @pytest.mark.parametrize("sync", ["eager", pytest.param("barrier", marks=pytest.mark.slow)])
@@ -211,6 +225,7 @@ def assert_resumes(start_job, job):
     end = load_buffer(checkpoints(again)[-1])
     uids = [t.uid for t in unpack(end["trajectories"])]
     assert len(set(uids)) == len(uids) > stored and {u[1] for u in uids} == {0, 1}
+    assert_every_prompt_came_once(again)
     assert end["counts"]["duplicates"] == 0
 
 
