@@ -130,7 +130,7 @@ class ReplayBuffer:
         self._recent = Bag()  # the recency pool: number of a group
         self._versions: dict[int, dict[tuple, Trajectory]] = {}  # policy_version
         self._next_group = 0
-        self._counts = {"added": 0, "evicted": 0, "expired": 0, "duplicates": 0, "drawn": 0}
+        self._counts = {"added": 0, "evicted": 0, "expired": 0, "duplicates": 0, "drawn": 0, "fell_back": 0}
 
     # --- adding -----------------------------------------------------------------------------------------------
 
@@ -228,6 +228,7 @@ class ReplayBuffer:
         drawn: dict[int, list[Trajectory]] = {}
         for from_pool in self._rng.random(num_prompts) < recency_prob:
             group = next((g for g in recent if g[0].prompt_id not in drawn), []) if from_pool else []
+            self._counts["fell_back"] += bool(from_pool and not group)
             prompt = group[0].prompt_id if group else next(p for p in prompts if p not in drawn)
             drawn[prompt] = group
         return drawn
@@ -257,7 +258,8 @@ class ReplayBuffer:
 
     def stats(self) -> dict[str, int]:
         """How many are stored (trajectories, prompts), and how many were ever added, evicted (no room), expired (too
-        old), duplicates (replaced by a newer copy, or sent twice) and drawn."""
+        old), duplicates (replaced by a newer copy, or sent twice), drawn, and fell back (prompts that the recency pool
+        should have given and had not)."""
         with self._lock:
             return {"stored": len(self._stored), "prompts": len(self._prompts)} | self._counts
 
@@ -291,7 +293,7 @@ class ReplayBuffer:
         fresh._make_room()
         fresh._prompts.reorder(state["prompts"])
         fresh._recent.reorder(group for group, _ in state["recent"])
-        fresh._next_group, fresh._counts = state["next_number"], dict(state["counts"])
+        fresh._next_group, fresh._counts = state["next_number"], fresh._counts | state["counts"]
         fresh._rng.bit_generator.state = state["rng"]
         with self._lock:
             self.__dict__.update(fresh.__dict__ | {"_lock": self._lock})

@@ -145,8 +145,9 @@ class Optimizer:
     sixths of steps."""
     weight_decay: Annotated[float, Must("0 or more, and finite", lambda x: 0 <= x < INF)] = 0.0
     """Decoupled weight decay of AdamW."""
-    grad_clip: Annotated[float, Must("0 (no clipping) or more", lambda x: x >= 0)] = 1.0
-    """Largest norm of the policy's gradient, of beta^2 * TB (2 beta * another loss); 0 is no clipping."""
+    grad_clip: Annotated[float, Must("0 (no clipping) or more", lambda x: x >= 0)] = 5.0
+    """Largest norm of the policy's gradient, in reward units at every beta: that of beta / 2 * TB, or of another loss.
+    0 is no clipping."""
 
 
 @dataclass(frozen=True)

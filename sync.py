@@ -7,7 +7,7 @@
   barrier    calls a sync before update 0,    writes rounds into D_local; at a      empties the recency pool and
              k, 2k ..., and when there is     sync merges it, loads the weights,    opens the sync; ends it when all
              too little to train on; waits    and waits for the end                 searchers that live have merged
-             for its end
+             for its end                      (it brings its share of P prompts)
   onpolicy   generates a batch itself with    none                                  nothing
              the newest weights, learns
              from it once, forgets it
@@ -203,9 +203,19 @@ class BarrierBatches(_FromSearchers):
             _wait_for_end(self._syncs, self.board, self.child.beat)
 
 
+def brings_enough(d_local: list[Trajectory], config: Config, index: int) -> bool:
+    """Whether D_local has its share of a batch's P prompts, or no room for more.
+
+    All searchers together then bring the P prompts that a batch may need from the recency pool: m is honoured.
+    """
+    share = len(range(index, config.prompts_per_batch, config.searchers)) if config.recency_prob else 0
+    return len(d_local) >= config.buffer_capacity or len({t.prompt_id for t in d_local}) >= share
+
+
 def barrier_searcher(searcher: Generates, weights: SharedWeights, buffer: RemoteBuffer, report: Reports) -> None:
     """A searcher: write rounds into D_local; at a sync merge it, load the new weights, wait until all have done so."""
     board, row = report.board, report.row
+    index = row - board.SEARCHERS
     board.set(row, "sync", board.get(Board.PARENT, "go"))  # a searcher that starts late skips the syncs that have ended
     d_local: list[Trajectory] = []
     prompts = max(1, searcher.config.in_flight // searcher.config.S)
@@ -213,7 +223,7 @@ def barrier_searcher(searcher: Generates, weights: SharedWeights, buffer: Remote
         d_local = (d_local + searcher.round(prompts))[-searcher.config.buffer_capacity :]
         report(0)
         sync = board.get(Board.PARENT, "sync")
-        if sync > board.get(row, "sync"):
+        if sync > board.get(row, "sync") and brings_enough(d_local, searcher.config, index):
             with searcher.clock.span("hand over"):
                 buffer.add(d_local)
             report(len(d_local))

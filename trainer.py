@@ -150,10 +150,10 @@ class Learner:
         return answers
 
     def _loss(self, a: Answers, groups: Batch) -> tuple[Tensor, dict[str, float]]:
-        """The loss, scaled so that gradients have the same size at every beta, and metrics."""
+        """The loss, scaled so that its gradient is in reward units at every beta, and metrics."""
         loss = OBJECTIVES[self.config.loss](a, self.config)
-        # where another loss is TB (baselines.py), 2 beta times its gradient is that of beta^2 * TB
-        scale = a.beta**2 if self.config.loss == "tb" else 2 * a.beta
+        # beta / 2 times TB's gradient is the policy gradient of reward - beta KL (baselines.py), as the others' are
+        scale = a.beta / 2 if self.config.loss == "tb" else 1.0
         self._check_finite(loss, a, groups)
         with torch.no_grad():
             is_vargrad = self.config.loss == "tb" and a.log_z is None
@@ -235,6 +235,7 @@ class Trainer:
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
         facts |= {"late_prefetches": self.batches.late, "threads": torch.get_num_threads()}
+        facts["buffer"] = {} if self.config.sync == "onpolicy" else self.batches.buffer.stats()
         return training_summary(self._progress(), self.config, self.clock, self.child.board.stopping, **facts)
 
     def seconds(self) -> float:

@@ -133,6 +133,7 @@ def test_the_oldest_go_first_when_the_buffer_is_full():
         "expired": 0,
         "duplicates": 0,
         "drawn": 0,
+        "fell_back": 0,
     }
     store.add(group(2, range(7, 20)))  # more than it can hold
     assert uids(store.contents()) == [15, 16, 17, 18, 19]
@@ -248,6 +249,18 @@ def test_prompts_are_uniform_however_many_answers_they_have_and_whoever_left():
     assert stored == {0: 5, 1: 5, 2: 4, 3: 5, 4: 5}
     counts = Counter(store.sample(1, 2)[0][0].prompt_id for _ in range(10_000))
     assert_frequencies(counts, {p: 1 / len(stored) for p in stored})
+
+
+def test_what_the_recency_pool_lacks_is_counted():
+    store = ReplayBuffer(100, 100)
+    store.add(group(0, [0]) + group(1, [1]) + group(2, [2]))
+    store.sample(3, 1, recency_prob=1.0)
+    assert store.stats()["fell_back"] == 0
+    store.start_pool()
+    store.add(group(3, [3]))
+    store.sample(3, 1, recency_prob=1.0)  # one of three from the pool
+    store.sample(3, 1, recency_prob=0.0)  # none was asked for
+    assert store.stats()["fell_back"] == 2
 
 
 def test_a_recent_draw_is_uniform_over_groups_and_stays_inside_one():

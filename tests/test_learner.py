@@ -73,7 +73,7 @@ def a_batch():
 
 
 def true_update(model, groups):
-    """Loss (nats squared) and the gradient of beta^2 * loss by name, in float64."""
+    """Loss (nats squared) and the gradient of beta / 2 * loss by name, in float64."""
     model = copy.deepcopy(model).double()
     loss = 0.0
     for group in groups:
@@ -83,7 +83,7 @@ def true_update(model, groups):
             u.append(t.log_ref + t.reward / BETA - log_pi)
         log_z = sum(u).detach() / len(u)
         loss = loss + sum((log_z - x) ** 2 for x in u) / len(u) / len(groups)
-    (BETA**2 * loss).backward()
+    (BETA / 2 * loss).backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -147,6 +147,37 @@ def test_clipping_scales_the_step():
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, want in gradient.items():
         np.testing.assert_allclose(steps[name], 0.01 / norm * want, rtol=1e-2, atol=1e-6, err_msg=name)
+
+
+def on_policy_at_the_reference(groups):
+    """The same answers, as if the policy had written them and were still the reference."""
+    model = tiny_model(0)
+
+    def moved(t):
+        with torch.no_grad():
+            own = answer_logprobs(model, t.prompt.tolist(), t.response.tolist())
+        return dataclasses.replace(t, log_mu=own.numpy().astype(np.float32), log_ref=float(own.sum()))
+
+    return [[moved(t) for t in group] for group in groups]
+
+
+@pytest.mark.parametrize("loss", ["tb", "frozen_kl", "tba_prime", "rloo"])
+def test_a_gradient_is_in_reward_units_at_every_beta(loss):
+    """Before the policy leaves its reference, beta decides nothing about the policy gradient; so a clip is the same."""
+    groups, norms, steps = on_policy_at_the_reference(a_batch()), [], []
+    for beta in (0.004, 0.1, 1.0, 20.0):
+        config = Config(loss=loss, beta=beta, temperature=TEMPERATURE, lr=1e-2, warmup_steps=0, grad_clip=0.05)
+        learner = Learner(tiny_model(0), config, EOS)
+        learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
+        norms.append(learner.update(groups)["grad_norm"])
+        steps.append(learner.model.lm_head.weight.detach().double().numpy())
+    assert norms[0] > 0.5
+    np.testing.assert_allclose(norms, norms[1], rtol=2e-3)
+    for step in steps:
+        np.testing.assert_allclose(step, steps[1], atol=1e-5)
+    with_tb = Learner(tiny_model(0), Config(beta=0.1, temperature=TEMPERATURE, grad_clip=0.0), EOS)
+    same = {"rloo": 4 / 3}.get(loss, 1.0)  # its baseline leaves the answer itself out: K / (K - 1) times
+    assert norms[1] == pytest.approx(same * with_tb.update(groups)["grad_norm"], rel=2e-3)
 
 
 # --- the other objectives, through the same update -------------------------------------------------------------------

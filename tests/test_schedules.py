@@ -108,6 +108,19 @@ def test_barrier_ages_are_those_of_the_sync_before(monkeypatch, k):
     assert run.ages[k:] == [{k + i} for i in range(k)] * 3
 
 
+@pytest.mark.parametrize("slow", [(0.001, 0.02), (0.2, 0.001)])
+@pytest.mark.parametrize(
+    ("searchers", "in_flight", "k", "m"), [(1, 4, 2, 1.0), (1, 8, 1, 0.6), (3, 4, 4, 1.0), (2, 16, 2, 1.0)]
+)
+def test_barrier_honours_m_however_little_a_searcher_writes_at_once(monkeypatch, searchers, in_flight, k, m, slow):
+    """A round of one or two groups is less than a batch of P = 4 prompts: a sync waits until there are P."""
+    given = {"searchers": searchers, "in_flight": in_flight, "sync_every": k, "recency_prob": m}
+    run = FakeRun(monkeypatch, config(sync="barrier", replay_ratio=2.0, **given), 6 * k, 1, slow).go()
+    assert run.buffer.stats()["fell_back"] == 0
+    if m == 1:
+        assert max(map(max, run.ages)) <= 2 * k - 1
+
+
 SCHEDULES = {
     "mode": st.sampled_from(["barrier", "eager"]),
     "k": st.integers(1, 4),
@@ -188,7 +201,7 @@ def test_a_searcher_that_comes_late_merges_at_the_next_sync_and_not_before():
     board.set(row, "sync", 2)  # where its earlier incarnation was
 
     class Late:
-        config, clock, rounds = SimpleNamespace(in_flight=4, S=4, buffer_capacity=100), Clock(), 0
+        config, clock, rounds = config(searchers=1, in_flight=4, recency_prob=0.0), Clock(), 0
 
         def round(self, prompts):
             self.rounds += 1
@@ -197,7 +210,7 @@ def test_a_searcher_that_comes_late_merges_at_the_next_sync_and_not_before():
                 board.set(Board.PARENT, "go", 6)
             if self.rounds == 5:
                 board.set(Board.PARENT, "stop", 1)
-            return [self.rounds]
+            return [SimpleNamespace(prompt_id=self.rounds)]
 
         def pull(self, weights):
             pass
@@ -216,4 +229,4 @@ def test_a_searcher_that_comes_late_merges_at_the_next_sync_and_not_before():
 
     buffer = SimpleNamespace(add=merged.append)
     barrier_searcher(Late(), None, buffer, Quiet())
-    assert merged == [[1, 2, 3]] and board.get(row, "sync") == 6
+    assert [[t.prompt_id for t in group] for group in merged] == [[1, 2, 3]] and board.get(row, "sync") == 6
