@@ -204,7 +204,10 @@ class Faults:
     max_restarts: Whole = 5
     """How often a searcher that was killed, raised or hung is started again, over the whole run."""
     heartbeat_timeout: Annotated[float, Must("at least 2 seconds", lambda x: x >= 2)] = 120.0
-    """Seconds without a sign of life after which a process counts as hanging; more than an update may take."""
+    """Seconds without a sign of life after which a process counts as hanging. Work in progress is a sign of life."""
+    step_timeout: Positive = 1800.0
+    """Seconds that one piece of work may take (an engine's step, an update, an evaluation, a checkpoint). After that it
+    is no sign of life any more."""
     reward_timeout: Annotated[float, Must("0 (no limit) or more, and finite", lambda x: 0 <= x < INF)] = 5.0
     """Seconds that the reward of one answer may take; then it is 0, and counted. 0 is no limit."""
 

@@ -293,7 +293,7 @@ class Trainer:
         self.child.tell("row", row)
 
     def _evaluate(self) -> float:
-        with self.clock.span("evaluate"), self.child.long_job():
+        with self.clock.span("evaluate"):
             accuracy = self.evaluate()
         self.accuracies.append((self.learner.step, self.seconds(), accuracy))
         self.child.tell("accuracy", {"accuracy": accuracy, "prompts": len(self.evaluate.prompts)})
@@ -308,7 +308,7 @@ class Trainer:
 
     def checkpoint(self) -> Path:
         """Write a checkpoint of this moment (runtime/checkpoint.py); OSError when it can't be written."""
-        with self.clock.span("checkpoint"), self.child.long_job():
+        with self.clock.span("checkpoint"):
             buffer = None if self.config.sync == "onpolicy" else self.batches.buffer.packed_state()
             policy, state = (self.learner.model, self.evaluate.tokenizer), self.learner.state_dict()
             root, keep = self.out / "checkpoints", self.config.keep_checkpoints

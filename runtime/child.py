@@ -30,7 +30,11 @@ from runtime.files import ConfigError
 from runtime.metrics import Board, Clock, save_spans
 from runtime.show import Screen
 
+INF = float("inf")
 ORPHANED = 3  # exit code of a child whose parent is gone
+# spans of a clock in which the main thread can't beat
+LONG_WORK = {"start", "import", "load", "generate", "pull weights", "reward", "log pi_ref", "forward, backward", "step"}
+LONG_WORK |= {"publish", "evaluate", "checkpoint"}
 
 
 @dataclass
@@ -42,29 +46,23 @@ class Child:
     messages: Connection  # to the parent: (kind, value)
     device: str
     started: float
+    step_timeout: float = INF  # seconds
     clock: Clock = field(default_factory=Clock)
-    _beats_itself: bool = True  # True while it starts: a thread beats
+    _starts: bool = True
 
     def __post_init__(self) -> None:
-        threading.Thread(target=self._beat_in_long_jobs, daemon=True, name="heartbeat").start()
+        threading.Thread(target=self._beat_while_it_works, daemon=True, name="heartbeat").start()
 
     def beat(self) -> None:
         """Give a sign of life. The job's loop does so each time round, at least once per --heartbeat-timeout."""
-        self._beats_itself = False
+        self._starts = False
         self.board.set(Board.row(self.name), "alive", time.time())
 
-    @contextmanager
-    def long_job(self) -> Iterator[None]:
-        """For work that has no loop and may take minutes: a thread gives the signs of life meanwhile."""
-        self._beats_itself = True
-        try:
-            yield
-        finally:
-            self.beat()
-
-    def _beat_in_long_jobs(self) -> None:
+    def _beat_while_it_works(self) -> None:
+        """A step in progress counts as life, however slow it is, up to --step-timeout: the main thread can't beat."""
         while True:
-            if self._beats_itself:
+            what, since = self.clock.inside or ("start" if self._starts else "", self.started)
+            if what in LONG_WORK and time.time() - since < self.step_timeout:
                 self.board.set(Board.row(self.name), "alive", time.time())
             time.sleep(0.5)
 
@@ -87,7 +85,7 @@ def run(
     logging.basicConfig(level=logging.INFO, handlers=[to_parent], force=True)
     code = 0
     try:
-        child = Child(name, board, messages, device, started)
+        child = Child(name, board, messages, device, started, args[0].step_timeout)  # args: the Config first
         with child.clock.span("import"):
             target = importlib.import_module(module).main
         target(child, *args)

@@ -33,16 +33,19 @@ class Clock:
     def __init__(self, limit: int = 200_000) -> None:
         self.seconds: dict[str, float] = {}
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=limit)  # name, start, end (time.time()), track
+        self.inside: tuple[str, float] | None = None  # the outermost span that is open: name, start
         self._began = 0.0
         self._before: dict[str, float] = {}
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the body of a with statement as `name`."""
-        start = time.time()
+        start, outer = time.time(), self.inside
+        self.inside = outer or (name, start)
         try:
             yield
         finally:
+            self.inside = outer
             self.add(name, start, time.time())
 
     def add(self, name: str, start: float, end: float, track: int = 0) -> None:

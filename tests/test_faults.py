@@ -25,6 +25,7 @@ from runtime.checkpoint import all_in, load_buffer
 from runtime.files import read_jsonl
 from runtime.policy import load_policy
 from runtime.served_buffer import unpack
+from tasks.start_model import make_model, make_tokenizer
 
 TIMES = {"seconds", "seconds_after", "busy_trainer", "busy_searchers"}  # of a row; the rest must repeat
 BAD = """
@@ -236,6 +237,25 @@ def test_a_killed_parent_leaves_no_vllm(start_job, tiny_folder):
     job.process.kill()
     job.wait(30)
     job.assert_nothing_left(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["eager", "onpolicy"])
+def test_slow_is_not_dead(start_job, tmp_path, sync):
+    """Each step of the engine, evaluation, and first reward takes longer than a process may be silent."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 8}
+    wide |= {"num_key_value_heads": 8, "head_dim": 128}
+    small = make_model()
+    type(small)(type(small.config)(**small.config.to_dict() | wide)).save_pretrained(tmp_path / "wide")  # 50M
+    make_tokenizer().save_pretrained(tmp_path / "wide")
+    task = bad_task(tmp_path, "self.slept = getattr(self, 'slept', None) or time.sleep(5) or True")
+    args = ["--engine", "hf", "--sync", sync, "--steps", 3, "--in-flight", 256, "--eval-every", 2, "--max-seconds", 0]
+    args += ["--heartbeat-timeout", 2, "--reward-timeout", 0, "--checkpoint-every", 2, "--prompts-per-batch", 16]
+    job = start_job(*SHORT, *args, "--task", task, "--model", tmp_path / "wide")
+    assert job.wait(400) == 0, job.text
+    assert "started again" not in job.text and job.summary()["restarts"] == 0
+    seconds = [r["seconds"]["generate"] for r in searcher_rows(job)] if sync == "eager" else [9]
+    assert max(seconds) > 2, "this test was not slow"
 
 
 # --- errors in what the user brings -------------------------------------------------------------------------------

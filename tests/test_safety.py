@@ -16,7 +16,7 @@ import torch
 
 from config import Config, ConfigError
 from runtime import checkpoint
-from runtime.child import prepare_buffer
+from runtime.child import Child, prepare_buffer
 from runtime.engine import Answer
 from runtime.files import keep_rows_before, read_jsonl
 from runtime.loading import Parts
@@ -134,6 +134,30 @@ def test_a_new_incarnation_starts_afresh():
         beats.late({"b": t})  # a is gone
     now[0] = 5.5
     assert beats.late({"a": 1, "b": 6}) == []
+
+
+def test_work_in_progress_is_a_sign_of_life_up_to_its_own_limit():
+    """The main thread is inside the engine, say, and can't beat; while it waits for others nobody beats for it."""
+    board = Board(multiprocessing.get_context("spawn"), 1)
+    child = Child("searcher-0", board, None, "cpu", time.time(), step_timeout=2.5)
+
+    def beats_in_a_while() -> bool:
+        before = board.get(Board.SEARCHERS, "alive")
+        time.sleep(1.2)
+        return board.get(Board.SEARCHERS, "alive") > before
+
+    assert beats_in_a_while()  # it starts: it imports, loads, and has no loop yet
+    child.beat()
+    assert not beats_in_a_while()
+    for name in ("generate", "log pi_ref", "pull weights", "forward, backward", "reward"):
+        with child.clock.span(name), child.clock.span("inner"):
+            assert beats_in_a_while(), name
+    for name in ("wait for sync", "wait for start", "hand over"):
+        with child.clock.span(name):
+            assert not beats_in_a_while(), name
+    with child.clock.span("generate"):
+        time.sleep(2.6)
+        assert not beats_in_a_while()  # such a long step is a hang
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
