@@ -204,6 +204,7 @@ class Trainer:
     out: Path
     learner: Learner
     evaluate: Evaluator
+    policy: checkpoint.Policy  # as checkpoints have it
     batches: EagerBatches | BarrierBatches | OnPolicyBatches  # where batches come from
     publish: Callable[[list[tuple[str, Tensor]], int], None]  # called with (named weights, version) every k updates
     accuracies: list[tuple[int, float, float]] = field(default_factory=list)  # trainer update, seconds of RL, accuracy
@@ -229,8 +230,9 @@ class Trainer:
             if not self.rl_start:
                 self._start_clock()
             self._update(batch)
-            if self.config.checkpoint_every and self.learner.step % self.config.checkpoint_every == 0:
-                self._checkpoint_if_possible()
+            due = self.config.checkpoint_every and self.learner.step % self.config.checkpoint_every == 0
+            if due and (problem := self.checkpoint()[1]):  # that is no reason to end: the next one may succeed
+                log.error("the checkpoint of update %d was not written: %s", self.learner.step, problem)
         facts = {"busy_trainer": self.clock.busy(), "waits_trainer": self.clock.waits()}
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
@@ -306,19 +308,20 @@ class Trainer:
         now = {"step": self.learner.step, "seconds_before": self.seconds(), "source": self.batches.state_dict()}
         return kept | now
 
-    def checkpoint(self) -> Path:
-        """Write a checkpoint of this moment (runtime/checkpoint.py); OSError when it can't be written."""
-        with self.clock.span("checkpoint"):
-            buffer = None if self.config.sync == "onpolicy" else self.batches.buffer.packed_state()
-            policy, state = (self.learner.model, self.evaluate.tokenizer), self.learner.state_dict()
-            root, keep = self.out / "checkpoints", self.config.keep_checkpoints
-            return checkpoint.save(root, keep, *policy, state, buffer, self._progress())
+    def _state(self) -> checkpoint.State:
+        buffer = None if self.config.sync == "onpolicy" else self.batches.buffer.packed_state()
+        return self.learner.state_dict(), buffer, self._progress()
 
-    def _checkpoint_if_possible(self) -> None:
-        try:
-            self.checkpoint()
-        except OSError as error:  # the disk is full, say: that is no reason to end, the next one may succeed
-            log.error("the checkpoint of update %d was not written: %s", self.learner.step, error)
+    def rehearse_checkpoint(self) -> None:
+        """Try the first save before the first update; ConfigError when it fails."""
+        with self.clock.span("checkpoint"):
+            checkpoint.rehearse(self.out / "checkpoints", self.policy, self._state)
+
+    def checkpoint(self) -> tuple[Path | None, str | None]:
+        """Write a checkpoint of this moment (runtime/checkpoint.py): its folder, or else what went wrong."""
+        with self.clock.span("checkpoint"):
+            rest = (self.config.keep_checkpoints, self.policy, self._state)
+            return checkpoint.save(self.out / "checkpoints", self.learner.step, *rest)
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint; the policy has been loaded from it already."""
@@ -358,7 +361,8 @@ def main(
         batches = OnPolicyBatches(generator, lambda: named_weights(model), config, child.board)
     else:
         batches = BATCHES[config.sync](RemoteBuffer(buffer_proxy), config, child, progress)
-    trainer = Trainer(child, config, out, learner, evaluate, batches, lambda named_tensors, version: None)
+    policy = checkpoint.Policy(model, Path(folder))
+    trainer = Trainer(child, config, out, learner, evaluate, policy, batches, lambda named_tensors, version: None)
     if start:
         trainer.resume(Path(start))
     publisher = None
@@ -367,12 +371,13 @@ def main(
         publisher.hand_out(address)
         trainer.publish = publisher.publish
     log.info("the trainer is ready after %.0f s", time.time() - child.started)
+    trainer.rehearse_checkpoint()
     summary = trainer.run()
     child.tell("saving")
-    try:
-        summary["checkpoint"] = str(trainer.checkpoint())
-    except (OSError, EOFError) as error:  # EOFError: the Manager is gone
-        summary["checkpoint"], summary["problem"] = None, f"the last checkpoint was not written: {error}"
+    place, problem = trainer.checkpoint()
+    summary["checkpoint"] = place and str(place)
+    if problem:
+        summary["problem"] = f"the last checkpoint was not written: {problem}"
     child.tell("done", summary)
     if publisher and child.device != "cpu":  # a GPU's memory is freed when this process ends: readers go first
         publisher.wait_for_readers(1.5)  # the parent kills this process after 2 s

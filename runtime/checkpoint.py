@@ -5,36 +5,45 @@ random states), `buffer.npz` and `buffer.json` (the replay buffer), `progress.js
 every file's size and SHA-256. The folder is written under another name, forced to disk and renamed. So a full disk or a
 kill leaves the previous checkpoint as it was. Nothing in it is unpickled: tensors are read as safetensors or with
 `weights_only`, arrays without pickling.
+
+No error in saving ends a run. The first save is tried before the first update (`rehearse`). Later, when no checkpoint
+can be written, the weights alone are kept in `checkpoints/weights-<n>/`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from runtime.files import ConfigError, read_json
+from runtime.files import ConfigError, one_line, read_json
 from runtime.metrics import Board
 
 if TYPE_CHECKING:
     from multiprocessing.managers import BaseProxy
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
+log = logging.getLogger("tba_min.checkpoint")
 FORMAT = 1
 MANIFEST = "manifest.json"
 HALF = ".writing-"  # a checkpoint that is being written, or whose writer died
+COPIED = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}  # what a model folder has beside weights
+OUR_OWN = (MANIFEST, "progress.json", "buffer.json", ".index.json")  # not copied: written anew
 ARRAYS = ("head", "prompts", "responses", "log_mu")  # of served_buffer.pack, in its order
 
 
-def write(root: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
-    """Write `root/step-<n>` completely or not at all. Then remove all checkpoints but the last `keep`.
+def write(root: Path, step: int, fill: Callable[[Path], None], keep: int, kind: str = "step") -> Path:
+    """Write `root/<kind>-<n>` completely or not at all. Then remove all of that kind but the last `keep`.
 
     Args:
         fill: writes the files into the empty folder that it is given.
@@ -42,7 +51,7 @@ def write(root: Path, step: int, fill: Callable[[Path], None], keep: int) -> Pat
     Raises:
         OSError: for example when the disk is full; earlier checkpoints stay as they were.
     """
-    place, half = root / f"step-{step}", root / f"{HALF}step-{step}"
+    place, half = root / f"{kind}-{step}", root / f"{HALF}{kind}-{step}"
     clear_halves(root)
     if place.exists():  # a run that was resumed and stopped before its first update
         return place
@@ -60,15 +69,15 @@ def write(root: Path, step: int, fill: Callable[[Path], None], keep: int) -> Pat
         raise
     os.replace(half, place)
     _force_to_disk(root)
-    for old in all_in(root)[:-keep]:
-        shutil.rmtree(old)
+    for old in all_in(root, kind)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
     return place
 
 
-def all_in(root: Path) -> list[Path]:
+def all_in(root: Path, kind: str = "step") -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = [p for p in root.glob("step-*") if p.name[5:].isdigit()]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    found = {p: p.name.removeprefix(f"{kind}-") for p in root.glob(f"{kind}-*")}
+    return sorted((p for p, number in found.items() if number.isdigit()), key=lambda p: int(found[p]))
 
 
 def clear_halves(root: Path) -> None:
@@ -115,43 +124,104 @@ def check(place: Path) -> None:
             raise ConfigError(f"{path} is damaged: its SHA-256 differs from the one in its manifest")
 
 
+class Policy(NamedTuple):
+    """What is saved of a policy."""
+
+    model: PreTrainedModel
+    source: Path  # folder that it was started from: its other files (tokenizer, code, ...) are copied as they are
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face folder. Where transformers can't save the model, its weights are written plainly."""
+        for path in self.source.iterdir():
+            if path.is_file() and path.suffix in COPIED and not path.name.endswith(OUR_OWN):
+                shutil.copyfile(path, folder / path.name)
+        try:
+            self._save_model(folder)
+        except Exception as error:  # any error of a library: it must not cost the weights
+            for path in folder.glob("*.safetensors*"):
+                path.unlink()
+            self._save_plainly(folder)
+            log.warning(
+                "transformers could not save the model (%s): its weights were saved without it", one_line(error)
+            )
+
+    def _save_model(self, folder: Path) -> None:
+        from transformers import GenerationConfig
+
+        own = self.model.generation_config
+        self.model.generation_config = GenerationConfig()  # transformers refuses to save some that it could load
+        try:
+            self.model.save_pretrained(folder)
+        finally:
+            self.model.generation_config = own
+        place = self.source / "generation_config.json"
+        shutil.copyfile(place, folder / place.name) if place.exists() else (folder / place.name).unlink(missing_ok=True)
+
+    def _save_plainly(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        once = {t.data_ptr(): name for name, t in reversed(self.model.state_dict().items())}  # tied ones share memory
+        weights = {name: t.cpu().contiguous() for name, t in self.model.state_dict().items() if name in once.values()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+State = tuple[dict, dict | None, dict]  # Learner.state_dict(); RemoteBuffer.packed_state(), None in onpolicy; progress
+
+
 def save(
-    root: Path,
-    keep: int,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    learner: dict,
-    buffer: dict | None,
-    progress: dict,
-) -> Path:
+    root: Path, step: int, keep: int, policy: Policy, state: Callable[[], State]
+) -> tuple[Path | None, str | None]:
     """Write `root/step-<n>`: the policy as a Hugging Face folder, and the rest that a resumed run needs.
 
     Args:
+        step: updates so far.
         keep: checkpoints to keep.
-        learner: Learner.state_dict().
-        buffer: RemoteBuffer.packed_state(); None where there is no buffer (onpolicy).
-        progress: counters, `step` included; they are saved as JSON.
+        state: called for what is saved beside the policy; `progress` (counters) becomes JSON.
+
+    Returns:
+        (its folder, None), or (None, what went wrong, and whether the weights at least are kept).
+    """
+    try:
+        learner, buffer, progress = state()
+        return write(root, step, partial(_fill, policy, learner, buffer, progress), keep), None
+    except Exception as error:  # of the disk, of a library, or of the buffer's process: none of them ends a run
+        problem = one_line(error)
+    try:
+        kept = write(root, step, policy.save, 1, kind="weights")
+        return None, f"{problem}; the weights alone are kept in {kept}"
+    except Exception as error:
+        return None, f"{problem}; nor can the weights alone be written: {one_line(error)}"
+
+
+def rehearse(root: Path, policy: Policy, state: Callable[[], State]) -> None:
+    """Write a checkpoint and throw it away: what would go wrong with the first one goes wrong before the first update.
 
     Raises:
-        OSError: when writing fails, also where a library raises an error of its own.
+        ConfigError: one line.
     """
+    place = root / f"{HALF}rehearsal"
+    try:
+        clear_halves(root)
+        place.mkdir(parents=True)
+        _fill(policy, *state(), place)
+    except EOFError:  # the buffer's process is gone, which the parent reports
+        raise
+    except Exception as error:
+        raise ConfigError(f"no checkpoint can be written in {root}: {one_line(error)}") from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _fill(policy: Policy, learner: dict, buffer: dict | None, progress: dict, folder: Path) -> None:
+    """Write the files of a checkpoint."""
     import torch
-    from safetensors import SafetensorError
 
-    def fill(folder: Path) -> None:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        state = {"learner": learner, "rng": torch.get_rng_state(), "rng_cuda": cuda}
-        try:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            torch.save(state, folder / "trainer.pt")
-        except (RuntimeError, SafetensorError) as error:
-            raise OSError(" ".join(str(error).split())) from error
-        if buffer is not None:
-            save_buffer(folder, buffer)
-        (folder / "progress.json").write_text(json.dumps(progress, indent=2) + "\n")
-
-    return write(root, progress["step"], fill, keep)
+    policy.save(folder)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    torch.save({"learner": learner, "rng": torch.get_rng_state(), "rng_cuda": cuda}, folder / "trainer.pt")
+    if buffer is not None:
+        save_buffer(folder, buffer)
+    (folder / "progress.json").write_text(json.dumps(progress, indent=2) + "\n")
 
 
 def restore(folder: Path) -> tuple[dict, dict]:
@@ -192,6 +262,9 @@ def _force_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that can't do it for folders
+            raise
     finally:
         os.close(handle)
 

@@ -11,6 +11,11 @@ class ConfigError(ValueError):
     """An option, or a file that it names, is wrong. The text is one line with the problem and the remedy."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error's type and text, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file under another name, then rename it: a reader sees all of the old file or all of the new one."""
     new = path.with_name(path.name + ".new")

@@ -307,7 +307,7 @@ def test_answers_that_are_no_text_or_empty_are_graded_and_counted():
     ]
     grader, config = Grader(), Config(gpus=0)
     one = FakeSearcher(Parts(None, None, grader, tokenizer), config, 0, 0, Clock())
-    written = one._score([(0, answers)])
+    written = one._score([(0, 0, answers)])
     assert grader.seen == list(texts) and [t.reward for t in written] == [1.0] * 4
     assert (one.undecodable, one.truncated, one.bad_rewards) == (1, 1, 0)
     assert [len(t.response) for t in written] == [4, 3, 1, 6]
