@@ -21,6 +21,7 @@ import torch
 from buffer import Trajectory
 from loss import sequence_logprobs
 from runtime import cuda_ipc
+from runtime.checks import SamplerCheck
 from runtime.engine import Answer
 from runtime.files import JsonLines
 from runtime.loading import Parts, load_parts
@@ -73,6 +74,7 @@ class Searcher:
         self.engine, self.reference, self.task, self.tokenizer = parts
         self.config, self.uid, self.clock, self.beat = config, (index, incarnation), clock, beat
         self.events = events or EventLog(None)
+        self.check = SamplerCheck(self.reference, config.temperature)
         self.steps = 0  # of the engine
         self._prompts: dict[int, np.ndarray] = {}  # prompt_id -> token ids
         self._begun: dict[int, int] = {}  # place in the stream of prompts, of a running group -> prompt_id
@@ -99,8 +101,10 @@ class Searcher:
         if not self.config.inflight_updates and self.engine.in_flight:
             return False
         with self.clock.span("pull weights"):
+            self.check.forget()
             version, tensors = weights.read()
             self.engine.load_weights(tensors, version)
+            self.check.pulled(version, tensors)
         self.events.write("pull", engine_step=self.steps, version=version)
         return True
 
@@ -132,6 +136,7 @@ class Searcher:
         groups = [(place, self._begun.pop(place), answers) for place, answers in finished]
         self.generated += sum(len(answers) for _, _, answers in groups)
         trajectories = self._score(groups)
+        self.check(trajectories)
         answers = [[t.uid[2], len(t.response), t.policy_version, t.version_last] for t in trajectories]
         self.events.write("finish", engine_step=self.steps, keys=[key for key, _ in finished], answers=answers)
         return trajectories

@@ -25,6 +25,7 @@ from torch import Tensor
 from baselines import Answers, frozen_kl_loss, grpo_loss, rloo_loss, tba_prime_loss, vtrace_loss
 from loss import sequence_logprobs, tb_loss
 from runtime import checkpoint
+from runtime.checks import Alarm, check_finite, per_token
 from runtime.evaluation import Evaluator
 from runtime.files import JsonLines, keep_rows_before, read_json
 from runtime.metrics import Board, Clock, EventLog, batch_metrics
@@ -72,6 +73,7 @@ class Learner:
     def __init__(self, model: PreTrainedModel, config: Config, pad: int, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
         self.model, self.config, self.pad, self.step = model, config, pad, 0
+        self.alarm = Alarm()
         self.head: torch.nn.Linear | None = None  # V(x), reward units: log Z(x) = V / beta, or the critic of vtrace
         if config.loss == "vtrace" or (config.loss == "tb" and config.log_z == "learned"):
             self.head = torch.nn.Linear(model.config.hidden_size, 1).to(model.device)
@@ -106,6 +108,9 @@ class Learner:
                 raise FloatingPointError(f"update {self.step}: loss {sums['loss']}, gradient norm {sums['grad_norm']}")
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        sums["mismatch"] = sums["mismatch"] / sums["fresh"] if sums["fresh"] else None
+        if sums.pop("fresh"):
+            self.alarm(sums["mismatch"], self.step)
         self.step += 1
         return dict(sums) | {"beta": beta, "lr": lr}
 
@@ -154,29 +159,21 @@ class Learner:
         loss = OBJECTIVES[self.config.loss](a, self.config)
         # beta / 2 times TB's gradient is the policy gradient of reward - beta KL (baselines.py), as the others' are
         scale = a.beta / 2 if self.config.loss == "tb" else 1.0
-        self._check_finite(loss, a, groups)
+        check_finite(loss, a, groups, self.step)
         with torch.no_grad():
             is_vargrad = self.config.loss == "tb" and a.log_z is None
             balance = loss if is_vargrad else tb_loss(a.log_pi, a.log_ref, a.reward, a.beta)
+            fresh = torch.tensor([[t.policy_version == t.version_last == self.step for t in g] for g in groups])
+            fresh = fresh.to(loss)  # [P, K] 1 where these very weights wrote the answer
             metrics = {
+                "fresh": fresh.mean(),
+                "mismatch": (fresh * per_token(a.log_pi, a.log_mu, a.lengths)).mean(),
                 "loss": loss,
                 "imbalance": a.beta**2 * balance,
                 "kl_ref": (a.log_pi - a.log_ref).mean(),
                 "log_ratio_mu": (a.log_pi - a.log_mu).abs().mean(),
             }
         return scale * loss, {name: float(value.detach()) for name, value in metrics.items()}
-
-    def _check_finite(self, loss: Tensor, a: Answers, groups: Batch) -> None:
-        if torch.isfinite(loss):
-            return
-        values = (a.log_pi, a.log_ref, a.reward)
-        size = torch.stack([x.detach().abs().nan_to_num(torch.inf, torch.inf) for x in values]).amax((0, 2))  # [P]
-        p = int(size.argmax())  # the first that is not finite, otherwise the largest
-        log_pi, log_ref, reward = ([round(v, 3) for v in x[p].tolist()] for x in values)
-        raise FloatingPointError(
-            f"update {self.step}: the loss is {float(loss.detach())}; prompt {groups[p][0].prompt_id} has "
-            f"log_pi {log_pi}, log_ref {log_ref}, reward {reward}"
-        )
 
     def state_dict(self) -> dict:
         """All but the policy itself: optimizer, head, reference, the number of updates."""
@@ -237,6 +234,7 @@ class Trainer:
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
         facts |= {"late_prefetches": self.batches.late, "threads": torch.get_num_threads()}
+        facts["mismatch"] = max([self.learner.alarm.largest or 0.0, *self.child.board.of_searchers("mismatch")])
         facts["buffer"] = {} if self.config.sync == "onpolicy" else self.batches.buffer.stats()
         return training_summary(self._progress(), self.config, self.clock, self.child.board.stopping, **facts)
 

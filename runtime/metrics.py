@@ -91,6 +91,7 @@ class Board:
         "version",  # trainer: published; searcher: loaded
         "trained",  # trainer: trajectories trained, repeated ones counted each time
         "busy",  # share of the RL phase in which the process did not wait, 0 to 1
+        "mismatch",  # searcher: largest |log pi - log mu| by the same weights, nats per token (runtime/checks.py)
         "sync",  # barrier, number of a sync: wanted (trainer), open (parent), reached (searcher)
         "go",  # parent: number of the last sync that is over (barrier)
     )

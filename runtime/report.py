@@ -34,6 +34,7 @@ class Report:
             self._began = True
             s.clock.begin()
         values = {"handed_over": self.handed_over, "version": s.version, "busy": s.clock.busy()}
+        values["mismatch"] = s.check.alarm.largest or 0.0
         values |= {name: getattr(s, name) for name in s.COUNTS}
         for field, value in values.items():
             self.board.set(self.row, field, value)

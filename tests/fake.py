@@ -141,8 +141,27 @@ class FakeEngine(Engine):
         return Answer(tokens, log_mu, "stop", a.versions[0], a.versions[-1])
 
 
+class NoCheck:
+    """Takes the place of runtime/checks.py's SamplerCheck."""
+
+    alarm = SimpleNamespace(largest=None)
+
+    def forget(self) -> None:
+        pass
+
+    def pulled(self, version, named_tensors) -> None:
+        pass
+
+    def __call__(self, trajectories) -> None:
+        pass
+
+
 class FakeSearcher(Searcher):
     """A searcher without a reference model; log_mu of its answers is the version that wrote each token."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.check = NoCheck()
 
     def _log_ref(self, pairs) -> list[float]:
         return [0.0 for _ in pairs]
