@@ -6,7 +6,6 @@ about a layer that got a part. So the counts are checked here, layer by layer, b
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import LLM
 
-log = logging.getLogger("tba_min.engine")
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -34,7 +32,11 @@ MUST: dict[str, str | None] = {  # what must hold, whatever the shell says; None
     "VLLM_CONFIGURE_LOGGING": "0",  # its records go where ours go
     "VLLM_LOGGING_CONFIG_PATH": None,
     "VLLM_USE_MODELSCOPE": None,  # models are folders
-    "VLLM_PP_LAYER_PARTITION": None,  # one process holds the whole model
+    "VLLM_PP_LAYER_PARTITION": None,  # one process holds the whole model, and speaks to nobody
+    "VLLM_PORT": None,  # Kubernetes sets it for a service named vllm
+    "VLLM_HOST_IP": None,
+    "VLLM_WORKER_MULTIPROC_METHOD": None,
+    "VLLM_USE_V2_MODEL_RUNNER": None,  # updates were tried with the usual one
     "VLLM_USE_FASTOKENS": None,  # token ids in, token ids out
     "LOCAL_RANK": None,  # of a torchrun around us
 }
@@ -42,37 +44,52 @@ MUST_ON_CPU: dict[str, str | None] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB that must be free; what is reserved follows from --in-flight
     "VLLM_CPU_CI_ENV": None,
     "VLLM_CPU_SIM_MULTI_NUMA": None,
+    "VLLM_BATCH_INVARIANT": None,  # of GPUs
     "TORCHDYNAMO_DISABLE": "1",  # compiling costs more than it gains
 }
 
 
-def import_vllm(device: str) -> None:
-    """Set the variables that vLLM reads, tell which of the shell's it reads besides, then import it (seconds).
+def _must(device: str) -> dict[str, str | None]:
+    return MUST | (MUST_ON_CPU if torch.device(device).type == "cpu" else {})
+
+
+def of_the_shell(device: str) -> list[str]:
+    """vLLM's variables that are the user's own: vLLM reads them, and nothing here needs a value of its own."""
+    return [name for name in os.environ if name.startswith("VLLM_") and name not in (*_must(device), "VLLM_DIST_IDENT")]
+
+
+def import_vllm(device: str) -> list[str]:
+    """Set the variables that vLLM reads, then import it (seconds). Returns what to tell about those of the shell.
 
     Raises:
         ConfigError: when vLLM can't read a variable.
     """
-    must = MUST | (MUST_ON_CPU if torch.device(device).type == "cpu" else {})
-    for name, value in must.items():
+    unused = []
+    for name, value in _must(device).items():
         was = os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
         if was not in (None, value):
-            log.info("%s=%s from your shell is not used: tba_min needs %s", name, was, value or "it unset")
+            unused.append(f"{name}={was} ({value or 'unset'} here)")
     try:
         from vllm import envs
     except (ValueError, RuntimeError) as error:  # vLLM reads some variables when it is imported
         raise ConfigError(f"vLLM can't be imported: {_first_line(error)}; look at the VLLM_ variables") from error
-    given = [n for n in envs.environment_variables if n.startswith("VLLM_") and n in os.environ and n not in must]
+    given = [name for name in of_the_shell(device) if name in envs.environment_variables]
     for name in given:
         try:
             envs.environment_variables[name]()
         except Exception as error:  # each variable is parsed by a function of its own
             shown = f"{name}={os.environ[name]}"
             raise ConfigError(f"{shown} in your shell: vLLM can't read it ({_first_line(error)}); unset it") from None
-    if given:
-        log.info("vLLM reads from your shell: %s", " ".join(f"{n}={os.environ[n]}" for n in given))
     from vllm import LLM  # noqa: F401 - vLLM's top level is lazy
+
+    used = [f"{name}={os.environ[name]}" for name in given]
+    told = {
+        "vLLM does not use these variables of your shell:": unused,
+        "vLLM uses these variables of your shell:": used,
+    }
+    return [f"{text} {', '.join(names)}" for text, names in told.items() if names]
 
 
 def _first_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from config import Config
     from runtime.child import Child
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tba_min.loading")
 
 
 class Parts(NamedTuple):
@@ -45,7 +45,9 @@ def load_parts(
     """
     if config.engine == "vllm":
         with child.clock.span("import"):
-            import_vllm(child.device)
+            told = import_vllm(child.device)
+        for line in told if index == incarnation == 0 else ():
+            log.info("%s", line)
     with child.clock.span("load"):
         task = load_task(config.task)
         text = Text.of(folder, config, task)
@@ -81,13 +83,18 @@ def _engine(
     except Exception as error:  # vLLM's and the model's code have no common one
         if config.engine != "vllm" or not first:
             raise
-        log.info("vLLM does not take this model", exc_info=True)  # run.log has it all
-        reason = next((line.strip() for line in str(error).splitlines() if "rror" not in line[:30]), "")[:200]
+        logging.getLogger(__name__).info("vLLM does not take this model", exc_info=True)  # for run.log alone
         raise ConfigError(
-            f"--engine vllm: vLLM can't serve {type(reference).__name__} here ({type(error).__name__}: {reason}); "
-            "use --engine hf"
+            f"--engine vllm: vLLM can't serve {type(reference).__name__} here ({_reason(error)}); use --engine hf"
         ) from error
     return engine
+
+
+def _reason(error: Exception) -> str:
+    """An error in a line; pydantic, which checks vLLM's options, hides the reason in the middle."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    line = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), lines[0])
+    return f"{type(error).__name__}: {line}"[:250]
 
 
 def make_engine(

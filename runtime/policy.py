@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from runtime.files import ConfigError, read_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from buffer import Trajectory
 
@@ -214,6 +214,7 @@ def load_policy(
     logging.disable_progress_bar()
     options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    _check_padding(folder, config.get_text_config())
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         options["attn_implementation"] = "eager"  # torch's fused kernel, the default, leaves Gemma 2's soft cap out
     model = AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
@@ -221,6 +222,14 @@ def load_policy(
         if not torch.isfinite(weight).all():
             raise ConfigError(f"--model {folder}: its weight {name} is not finite everywhere")
     return model.eval().requires_grad_(trainable)  # eval: dropout would make log pi a random number
+
+
+def _check_padding(folder: str, config: PreTrainedConfig) -> None:
+    pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if pad is not None and rows is not None and pad >= rows:  # transformers gives it to torch, which asserts
+        raise ConfigError(
+            f"{folder}/config.json: pad_token_id is {pad}, and vocab_size {rows}; it must be below, or null"
+        )
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
