@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from runtime.files import ConfigError, check_model_files, read_json, write_whole
 from runtime.placement import visible_gpus
 
-FIXED = ("task", "model", "loss", "log_z", "sync", "seed")  # options that a resumed run keeps
+FIXED = ("task", "model", "bos", "loss", "log_z", "sync", "seed")  # options that a resumed run keeps
 START_MODEL = "start"  # --model: the small model that the task makes for itself
 
 INF = float("inf")
@@ -67,6 +67,8 @@ class Run:
     """Seed of the start model, the order of prompts, sampling and buffer draws."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model: only for a model whose code you have read."""
+    bos: Literal["auto", "always", "never"] = "auto"
+    """Special tokens before a prompt (beginning of sequence). `auto`: those that the model's tokenizer itself adds."""
     threads: Whole = 0
     """CPU threads of each process (onpolicy: of the one process). 0: the machine's cores shared out evenly."""
 

@@ -153,8 +153,7 @@ class Searcher:
 
     def _tokens(self, prompt_id: int) -> np.ndarray:
         if prompt_id not in self._prompts:
-            ids = self.tokenizer.encode(self.task.train[prompt_id], add_special_tokens=False)
-            self._prompts[prompt_id] = np.array(ids, np.int32)
+            (self._prompts[prompt_id],) = self.tokenizer.encode([self.task.train[prompt_id]])
         return self._prompts[prompt_id]
 
     def _score(self, groups: list[tuple[int, int, list[Answer]]]) -> list[Trajectory]:
@@ -162,7 +161,7 @@ class Searcher:
         flat = [(prompt_id, a) for _, prompt_id, answers in groups for a in answers]
         counters = [place * self.config.S + j for place, _, answers in groups for j in range(len(answers))]
         with self.clock.span("reward"):
-            texts = self.tokenizer.batch_decode([a.tokens for _, a in flat], skip_special_tokens=True)
+            texts = self.tokenizer.decode([a.tokens for _, a in flat])
             rewards = [self._reward(i, text) for (i, _), text in zip(flat, texts, strict=True)]
         with self.clock.span("log pi_ref"):
             log_ref = self._log_ref([(self._tokens(i), a.tokens) for i, a in flat])

@@ -347,7 +347,7 @@ def main(
         task, trust = load_task(config.task), config.trust_remote_code
         model = load_policy(start or folder, child.device, trainable=True, trust_remote_code=trust)
         evaluate = Evaluator(model, folder, task, config)
-    learner = Learner(model, config, evaluate.tokenizer.pad_token_id or 0, child.clock)
+    learner = Learner(model, config, evaluate.text.pad, child.clock)
     progress = read_json(Path(start) / "progress.json") if start else {}
     keep_rows_before(out / "metrics.jsonl", progress.get("step", 0))
     if config.sync == "onpolicy":

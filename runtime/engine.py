@@ -16,15 +16,15 @@ belong to older weights. After an update, running requests continue with the key
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from runtime import inside_vllm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,17 +84,6 @@ class Engine:
 # --- vLLM -----------------------------------------------------------------------------------------------------------
 
 
-def import_vllm(device: str) -> None:
-    """Set the variables that vLLM reads on import, then import it (seconds)."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its records go where ours go
-    if torch.device(device).type == "cpu":
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    from vllm import LLM  # noqa: F401 - vllm's top level is lazy
-
-
 class VllmEngine(Engine):
     """vLLM, driven step by step.
 
@@ -113,11 +102,11 @@ class VllmEngine(Engine):
         recompute_kv: bool = False,
         **options: object,
     ):
-        import_vllm(device)
-        from vllm import LLM
+        inside_vllm.import_vllm(device)
         from vllm.config import WeightTransferConfig
 
-        _register_transfer_engine()
+        inside_vllm.register_transfer()
+        self._names = inside_vllm.Names(folder, bool(options.get("trust_remote_code")))
         on_cpu = torch.device(device).type == "cpu"
         length = sampling.max_prompt + sampling.max_new_tokens
         block = 32  # the smallest on a CPU
@@ -137,14 +126,15 @@ class VllmEngine(Engine):
             "enable_prefix_caching": False,
             "async_scheduling": False,  # else a token would carry the version of the next step
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature; the default ignores it
-            "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
+            "weight_transfer_config": WeightTransferConfig(backend=inside_vllm.TRANSFER),
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "seed": sampling.seed,
         }
-        self._llm = LLM(model=str(folder), **(common | (cpu_options if on_cpu else gpu_options) | options))
+        self._llm = inside_vllm.start(str(folder), **(common | (cpu_options if on_cpu else gpu_options) | options))
         self._engine = self._llm.llm_engine
         self.caches_prefixes = bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
+        self.dtype: torch.dtype = self._engine.vllm_config.model_config.dtype  # of its weights
         self._sampling, self._recompute_kv = sampling, recompute_kv
         self._label(0)
         self._ids = itertools.count()
@@ -196,7 +186,7 @@ class VllmEngine(Engine):
         """
         rpc = self._engine.collective_rpc
         rpc("start_weight_update")
-        rpc("update_weights", args=({"named_tensors": list(named_tensors)},))
+        rpc("update_weights", args=({"named_tensors": self._names.of_files(list(named_tensors))},))
         rpc("finish_weight_update")
         self._label(self.version + 1 if version is None else version)
         if self._recompute_kv:
@@ -204,6 +194,16 @@ class VllmEngine(Engine):
                 raise RuntimeError("vLLM did not reset the keys and values of running requests")
         elif self.caches_prefixes and not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: later answers would read keys of older weights")
+
+    @contextmanager
+    def short_answers(self, most: int) -> Iterator[None]:
+        """In the body of a with statement, answers are asked for with at most that many tokens."""
+        usual = self._sampling
+        self._sampling = replace(usual, max_new_tokens=min(most, usual.max_new_tokens))
+        try:
+            yield
+        finally:
+            self._sampling = usual
 
 
 def _answer(completion: CompletionOutput) -> Answer:
@@ -213,96 +213,6 @@ def _answer(completion: CompletionOutput) -> Answer:
         raise RuntimeError(f"vLLM gave {len(log_mu)} log-probabilities for {len(tokens)} tokens")
     spans = completion.weight_versions  # the tokens that each version wrote
     return Answer(tokens, log_mu, completion.finish_reason, int(spans[0].version), int(spans[-1].version))
-
-
-TRANSFER = "tba_min"
-
-
-def _register_transfer_engine() -> None:
-    """Register a weight-transfer engine with vLLM that takes tensors from its own process."""
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferEngine,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    if TRANSFER in WeightTransferEngineFactory._registry:
-        return
-
-    @dataclass
-    class UpdateInfo(WeightTransferUpdateInfo):
-        named_tensors: list
-
-    class InProcessTransfer(WeightTransferEngine):
-        init_info_cls, update_info_cls = WeightTransferInitInfo, UpdateInfo
-
-        def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-            pass
-
-        def start_weight_update(self) -> None:
-            initialize_layerwise_reload(self.model)
-
-        def receive_weights(self, update_info: UpdateInfo) -> None:
-            self.model.load_weights(update_info.named_tensors)
-
-        def finish_weight_update(self) -> None:
-            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-            no_weights = {"RotaryEmbedding"}  # its table is computed, not loaded
-            with _no_layer_left_behind(no_weights | ({"ParallelLMHead"} if tied else set())):
-                finalize_layerwise_reload(self.model, self.model_config)
-            if tied:
-                _tie_again(self.model)
-
-        def shutdown(self) -> None:
-            pass
-
-    WeightTransferEngineFactory.register_engine(TRANSFER, InProcessTransfer)
-
-
-def _tie_again(model: torch.nn.Module) -> None:
-    """After a reload, give the output layer the input embedding's new weights.
-
-    A reload loads a shared tensor once, under the embedding's name. The output layer (and on a CPU its repacked copy)
-    then keeps the old weights, and vLLM only warns.
-    """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-    embeddings = [m for m in model.modules() if type(m) is VocabParallelEmbedding]
-    if not heads:  # the embedding itself is the output layer
-        return
-    if len(heads) != 1 or len(embeddings) != 1:
-        raise RuntimeError(f"can't tie {len(heads)} output layers to {len(embeddings)} embeddings")
-    heads[0].weight = embeddings[0].weight
-    if heads[0].weight.device.type == "cpu":
-        dispatch_cpu_unquantized_gemm(heads[0], remove_weight=False)
-
-
-@contextmanager
-def _no_layer_left_behind(expected: set[str]) -> Iterator[None]:
-    """Turn vLLM's warning that a layer kept its old weights into an error, except for the expected layers."""
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    stale: set[str] = set()
-
-    def catch(record: logging.LogRecord) -> bool:
-        if "Failed to load weights" not in str(record.msg):
-            return True
-        stale.add(str(record.args[0]) if record.args else record.getMessage())
-        return False
-
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # at a higher level the logger would not ask its filters
-    logger.addFilter(catch)
-    try:
-        yield
-    finally:
-        logger.removeFilter(catch)
-        logger.setLevel(level)
-    if stale - expected:
-        raise RuntimeError(f"after a weight update these layers still have old weights: {sorted(stale - expected)}")
 
 
 # --- transformers ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runtime.engine import HfEngine, Sampling
-from runtime.policy import check_prompts, load_tokenizer, stop_tokens
+from runtime.text import Text
 from tasks import Task, is_right
 
 if TYPE_CHECKING:
@@ -27,20 +27,17 @@ class Evaluator:
 
     def __init__(self, model: PreTrainedModel, folder: str, task: Task, config: Config) -> None:
         self.task, self.config = task, config
-        self.tokenizer = load_tokenizer(folder, config.trust_remote_code)
+        self.text = Text.of(folder, config, task)
+        self.tokenizer = self.text.tokenizer
         self.prompts = list(getattr(task, config.eval_split)[: config.eval_prompts])
-        ids = self.tokenizer(self.prompts, add_special_tokens=False)["input_ids"]
-        check_prompts(self.prompts, [len(i) for i in ids], model, config.max_new_tokens)
-        self._ids = [np.array(i, np.int32) for i in ids]
-        stop = stop_tokens(folder, self.tokenizer)
-        sampling = Sampling(1.0, config.max_new_tokens, tuple(stop), max(map(len, ids)), ROWS)
-        pad = self.tokenizer.pad_token_id
-        self._engine = HfEngine(model, sampling, stop[0] if pad is None else pad)
+        self._ids = self.text.check(model, self.prompts, config.max_new_tokens)
+        sampling = Sampling(1.0, config.max_new_tokens, tuple(self.text.stop_ids), max(map(len, self._ids)), ROWS)
+        self._engine = HfEngine(model, sampling, self.text.pad)
 
     def answers(self) -> list[str]:
         """The greedy answer to each prompt."""
         answers = [group[0].tokens for group in self._engine.generate(self._ids, 1, greedy=True)]
-        return self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return self.text.decode(answers)
 
     def __call__(self) -> float:
         """Share of the prompts that are answered right."""

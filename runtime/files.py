@@ -64,15 +64,52 @@ def safetensors_header(path: Path) -> dict[str, dict]:
     return header
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def named_weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads from a model folder, which may hold others: adapters, other precisions.
+
+    That is the file that config.json names (`transformers_weights`), or else model.safetensors, or else those that
+    model.safetensors.index.json names. Nothing where the folder has none of them.
+
+    Raises:
+        ConfigError: when the index is damaged.
+    """
+    named = read_json(folder / "config.json").get("transformers_weights")
+    names = [named] if isinstance(named, str) else [WEIGHTS, INDEX]
+    first = next((folder / name for name in names if (folder / name).is_file()), None)
+    if first is None or not first.name.endswith(".index.json"):
+        return [first] if first else []
+    shards = read_json(first).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
+        raise ConfigError(f"{first} is damaged: it has no weight_map that names files")
+    return [folder / shard for shard in sorted(set(shards.values()))]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """`named_weight_files`, all of which are there.
+
+    Raises:
+        ConfigError: when one is missing.
+    """
+    files = named_weight_files(folder)
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ConfigError(f"{folder} lacks {missing[0]}, which {INDEX} names ({len(missing)} of {len(files)} missing)")
+    return files
+
+
 def check_model_files(folder: Path) -> None:
-    """Refuse a model folder whose weights are missing, cut off, or not safetensors.
+    """Refuse a model folder whose weights are missing, cut off, or not safetensors. Files not loaded do not matter.
 
     Raises:
         ConfigError: one line that names the file and its problem.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors; weights in other formats can run code and are not read")
+    if not (files := weight_files(folder)):
+        raise ConfigError(
+            f"{folder} has no *.safetensors that are loaded ({WEIGHTS}, or what {INDEX} names); "
+            "weights in other formats can run code and are not read"
+        )
     for path in files:
         safetensors_header(path)
 

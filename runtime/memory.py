@@ -8,11 +8,12 @@ half a GiB for each process's CUDA context, 1 GiB for vLLM's workspace, three ch
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from config import Config
-from runtime.files import ConfigError, read_json, safetensors_header
+from runtime.files import ConfigError, named_weight_files, read_json, safetensors_header
 
 GIB = 2**30
 CONTEXT = GIB // 2  # assumed: CUDA's own memory on a device, for each process that uses it
@@ -31,36 +32,84 @@ class Shape:
     inner: int  # width of the feed-forward part
     kv: int  # width of a token's keys, or values, in one layer
     vocabulary: int
+    computed: int = 0  # parameters that a token passes through, where only some experts do; 0: all
+
+    @property
+    def per_token(self) -> int:
+        """Parameters that take part in the computation of a token."""
+        return self.computed or self.parameters
 
 
-def shape_of(config: dict, parameters: int | None = None) -> Shape:
+# config.json's names of one entry, in different architectures
+NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "vocabulary": ("vocab_size",),
+}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+
+
+def _entry(config: dict, names: tuple[str, ...]) -> int:
+    """The first of these entries that is there; 0 where none is. Some models list a value for each layer."""
+    value = next((config[n] for n in names if config.get(n)), 0)
+    return int(max(value) if isinstance(value, list) else value)
+
+
+def shape_of(config: dict, parameters: int | None = None, of_experts: int | None = None) -> Shape:
     """The shape in a Hugging Face config.json. Parameters that are not given are counted as for a Llama.
+
+    Args:
+        of_experts: how many of the parameters belong to experts.
 
     Raises:
         ConfigError: when it lacks an entry that every causal language model has.
     """
     config = config.get("text_config") or config
-    names = {"layers": ("num_hidden_layers", "n_layer"), "hidden": ("hidden_size", "n_embd")}
-    names |= {"heads": ("num_attention_heads", "n_head"), "vocabulary": ("vocab_size",)}
-    got = {k: next((config[n] for n in options if config.get(n)), None) for k, options in names.items()}
-    if missing := [k for k, v in got.items() if not v]:
-        raise ConfigError(f"the model's config.json has no {names[missing[0]][0]}")
-    layers, hidden, heads, vocabulary = (int(got[k]) for k in ("layers", "hidden", "heads", "vocabulary"))
+    got = {name: _entry(config, options) for name, options in NAMES.items()}
+    if missing := [name for name, value in got.items() if not value]:
+        raise ConfigError(f"the model's config.json has no {NAMES[missing[0]][0]}")
+    layers, hidden, heads, vocabulary = (got[k] for k in ("layers", "hidden", "heads", "vocabulary"))
     head = config.get("head_dim") or hidden // heads
     kv = head * (config.get("num_key_value_heads") or heads)
-    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    inner = _entry(config, ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")) or 4 * hidden
+    experts, chosen = _entry(config, EXPERTS), _entry(config, CHOSEN)
+    inner_of_expert = _entry(config, ("moe_intermediate_size",)) or inner
     if parameters is None:
         gated = 2 if "n_embd" in config else 3
-        layer = 2 * hidden * heads * head + 2 * hidden * kv + gated * hidden * inner + 2 * hidden
+        of_experts = layers * experts * gated * hidden * inner_of_expert
+        layer = 2 * hidden * heads * head + 2 * hidden * kv + (0 if experts else gated * hidden * inner) + 2 * hidden
         ends = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-        parameters = layers * layer + ends + hidden
-    return Shape(parameters, layers, hidden, inner, kv, vocabulary)
+        parameters = layers * layer + ends + hidden + of_experts
+    if not experts or not chosen or not of_experts:
+        return Shape(parameters, layers, hidden, inner, kv, vocabulary)
+    computed = parameters - of_experts + of_experts * chosen // experts
+    return Shape(parameters, layers, hidden, max(inner, chosen * inner_of_expert), kv, vocabulary, computed)
 
 
 def read_shape(folder: Path) -> Shape:
-    """The shape of the model in a folder; its parameters are counted in its safetensors files, if they are there."""
-    tensors = [t for path in folder.glob("*.safetensors") for t in safetensors_header(path).values()]
-    return shape_of(read_json(folder / "config.json"), sum(math.prod(t["shape"]) for t in tensors) or None)
+    """The shape of the model in a folder; its parameters are counted in the files that are loaded, if those exist."""
+    config, files = read_json(folder / "config.json"), named_weight_files(folder)
+    if not files or not all(path.is_file() for path in files):  # a dry run downloads config.json alone
+        return shape_of(config)
+    tensors = {name: t for path in files for name, t in safetensors_header(path).items()}
+    sizes = {name: math.prod(t["shape"]) for name, t in tensors.items() if _is_parameter(name, t)}
+    if config.get("tie_word_embeddings") or (config.get("text_config") or {}).get("tie_word_embeddings"):
+        embeddings = {size for name, size in sizes.items() if re.search("embed_|wte|word_emb", name)}
+        saved_twice = {name for name in sizes if name.endswith(HEADS) and sizes[name] in embeddings}
+        sizes = {name: size for name, size in sizes.items() if name not in saved_twice}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return shape_of(config, sum(sizes.values()) or None, of_experts)
+
+
+HEADS = ("lm_head.weight", "embed_out.weight")  # names of output layers
+
+
+def _is_parameter(name: str, tensor: dict) -> bool:
+    """Not so: masks and tables that older files hold too, as GPT-2's and Pythia's `attention.bias` [1, 1, L, L]."""
+    computed = name.endswith(("inv_freq", "masked_bias")) or len(tensor["shape"]) > 3
+    return tensor["dtype"] in ("F64", "F32", "F16", "BF16") and not computed
 
 
 # --- what a process needs -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from runtime.files import ConfigError
+from runtime.files import ConfigError, read_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from buffer import Trajectory
 
@@ -207,16 +208,28 @@ def load_policy(
     Raises:
         ConfigError: when a weight is not finite.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    _check_padding(folder, config.get_text_config())
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        options["attn_implementation"] = "eager"  # torch's fused kernel, the default, leaves Gemma 2's soft cap out
     model = AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise ConfigError(f"--model {folder}: its weight {name} is not finite everywhere")
     return model.eval().requires_grad_(trainable)  # eval: dropout would make log pi a random number
+
+
+def _check_padding(folder: str, config: PreTrainedConfig) -> None:
+    pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if pad is not None and rows is not None and pad >= rows:  # transformers gives it to torch, which asserts
+        raise ConfigError(
+            f"{folder}/config.json: pad_token_id is {pad}, and vocab_size {rows}; it must be below, or null"
+        )
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -255,7 +268,7 @@ def check_prompts(prompts: Sequence[str], lengths: Sequence[int], model: PreTrai
     Raises:
         ConfigError: one line that names the prompt, its length in tokens, and the model's limit.
     """
-    longest = getattr(model.config, "max_position_embeddings", None) or float("inf")
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or float("inf")
     for prompt, length in zip(prompts, lengths, strict=True):
         shown = prompt if len(prompt) < 40 else prompt[:37] + "..."
         if length == 0:
@@ -268,15 +281,35 @@ def check_prompts(prompts: Sequence[str], lengths: Sequence[int], model: PreTrai
 
 
 def stop_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the tokens that end an answer: the generation config's, or else the tokenizer's."""
-    from transformers import GenerationConfig
+    """Ids of the tokens that end an answer: all that generation config, configuration and tokenizer name.
 
-    try:
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:  # the folder has none
-        ids = None
-    ids = tokenizer.eos_token_id if ids is None else ids
-    return [ids] if isinstance(ids, int) else list(ids)
+    Only what stands in the files counts: the default of transformers' configuration class belongs to another model.
+
+    Raises:
+        ConfigError: when there is none, or an entry is no id.
+    """
+    ids: set[int] = set()
+    for file in ("generation_config.json", "config.json"):
+        if (path := Path(folder) / file).exists():
+            values = read_json(path)
+            parts = [values, values.get("text_config")]
+            for part in (p for p in parts if isinstance(p, dict)):
+                ids |= _ids(part.get("eos_token_id"), path)
+    ids |= _ids(tokenizer.eos_token_id, Path(folder) / "tokenizer_config.json")
+    if not ids:
+        raise ConfigError(
+            f"--model {folder}: no end-of-sequence token, so answers would never end; "
+            "set eos_token_id in generation_config.json, or the tokenizer's eos_token"
+        )
+    return sorted(ids)
+
+
+def _ids(value: object, path: Path) -> set[int]:
+    """The ids in an entry of a model's file: a number or a list of them; null and -1 mean none."""
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in listed):
+        raise ConfigError(f"{path}: eos_token_id is {value!r}; it must be a token id, or a list of them")
+    return {i for i in listed if i >= 0}
 
 
 def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:

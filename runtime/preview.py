@@ -54,12 +54,16 @@ def fit(config: Config, folder: Path) -> tuple[float, list[str]]:
 def work(shape: memory.Shape, config: Config, prompt: int, measured: dict | None) -> list[str]:
     """The computation of an update, and its time at the rate that bench/gpu_check.py measured."""
     answers, tokens = config.prompts_per_batch * config.K, prompt + config.max_new_tokens
-    per_token = (8 if config.gradient_checkpointing else 6) * shape.parameters  # forward 2, backward 4 (2 again)
+    per_token = (8 if config.gradient_checkpointing else 6) * shape.per_token  # forward 2, backward 4 (2 again)
     flop = answers * tokens * per_token
     lines = [
         f"an update: at most {answers:,} answers of {tokens} tokens with their prompts, "
         f"{per_token / 1e9:.2g} GFLOP per token (without attention): {flop / 1e12:.2g} TFLOP"
     ]
+    if shape.computed:
+        lines.append(
+            f"of {shape.parameters:,} parameters, {shape.computed:,} take part in a token: some experts do not"
+        )
     if measured:
         rate = measured["trainer_flops"]
         lines.append(

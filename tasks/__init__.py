@@ -17,10 +17,12 @@ from runtime.files import ConfigError
 
 
 class Task(Protocol):
-    """Prompts and a reward. Two more methods are optional:
+    """Prompts and a reward. Three more attributes are optional:
 
     is_right(prompt, answer)        bool: whether held-out accuracy counts the answer; default: reward >= 1
     make_start_model(folder, seed)  writes a Hugging Face model folder; without it --model must name one
+    keep_special_tokens             True: the answer's text keeps special tokens, but for the one that ends it and those
+                                    of padding and beginning; or the tokens that stay, like ("<answer>", "</answer>")
     """
 
     train: list[str]  # prompts; a prompt's id is its place here
@@ -28,7 +30,7 @@ class Task(Protocol):
     heldout: list[str]
 
     def reward(self, prompt: str, answer: str) -> float:
-        """The score, usually 0 to 1; the answer's text comes without special tokens."""
+        """The score, usually 0 to 1; the answer's text comes without special tokens (but see above)."""
 
 
 BUILT_IN = {"addition": "tasks.addition:Addition"}  # imported on demand

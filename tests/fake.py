@@ -173,10 +173,10 @@ class FakeTask:
     def __init__(self, prompts: int) -> None:
         self.train = [f"{i}=" for i in range(prompts)]
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [1, 2]
+    def encode(self, prompts: list[str]) -> list[np.ndarray]:
+        return [np.array([1, 2], np.int32) for _ in prompts]
 
-    def batch_decode(self, answers, skip_special_tokens: bool) -> list[str]:
+    def decode(self, answers) -> list[str]:
         return ["" for _ in answers]
 
     def reward(self, prompt: str, answer: str) -> float:

@@ -1,12 +1,16 @@
 """Both engines against a fresh Hugging Face forward: what they say of their own log-probabilities, and new weights."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
 import torch
+from conftest import SHORT
 
 from runtime.engine import HfEngine, Sampling, VllmEngine
+from runtime.files import ConfigError
+from runtime.inside_vllm import import_vllm
 from runtime.policy import collate, load_policy, named_weights, response_logprobs
 from tasks.start_model import make_model
 
@@ -162,6 +166,63 @@ def test_tied_embeddings_are_tied_again(tied_folder):
     engine.load_weights(named_weights(model))
     assert "lm_head.weight" not in dict(named_weights(model))
     assert largest_difference(engine, model) < 1e-5
+
+
+# --- the user's shell -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value, held",
+    [
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "200", "1"),
+        ("VLLM_CPU_KVCACHE_SPACE", "abc", "1"),
+        ("VLLM_CONFIGURE_LOGGING", "yes", "0"),
+        ("VLLM_LOGGING_CONFIG_PATH", "/nowhere", None),
+        ("VLLM_PORT", "tcp://10.0.0.1:80", None),
+        ("VLLM_HOST_IP", "10.9.9.9", None),
+        ("LOCAL_RANK", "3", None),
+        ("TORCHDYNAMO_DISABLE", "0", "1"),
+        ("VLLM_BATCH_INVARIANT", "1", None),
+    ],
+)
+def test_what_must_hold_is_set_and_told(monkeypatch, name, value, held):
+    monkeypatch.setenv(name, value)
+    (line,) = [line for line in import_vllm("cpu") if "does not use" in line]
+    assert f"{name}={value} ({held or 'unset'} here)" in line and os.environ.get(name) == held
+    assert not [line for line in import_vllm("cpu") if "does not use" in line]  # settled
+
+
+def test_what_the_user_may_set_is_kept_and_told(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "all")
+    lines = import_vllm("cpu")
+    assert any("uses" in line and "VLLM_LOGGING_LEVEL=ERROR" in line for line in lines)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "all"
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_BATCH_INVARIANT on a GPU"]
+)
+def test_what_vllm_cannot_read_is_one_line(monkeypatch, name):
+    name, _, gpu = name.partition(" on a ")
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ConfigError, match=f"{name}=abc in your shell: vLLM can't read it .*; unset it"):
+        import_vllm("cuda" if gpu else "cpu")
+
+
+@pytest.mark.slow
+def test_a_run_in_a_hostile_shell(start_job, tiny_folder, monkeypatch):
+    hostile = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "200", "TORCHDYNAMO_DISABLE": "0"}
+    hostile |= {"VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_HOST_IP": "10.9.9.9", "VLLM_CONFIGURE_LOGGING": "abc"}
+    hostile |= {"VLLM_LOGGING_CONFIG_PATH": "/nowhere", "VLLM_WORKER_MULTIPROC_METHOD": "wrong", "LOCAL_RANK": "3"}
+    hostile |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_BATCH_INVARIANT": "1", "OMP_NUM_THREADS": "abc"}
+    hostile |= {"TRANSFORMERS_VERBOSITY": "abc", "HF_HUB_OFFLINE": "abc", "VLLM_PLUGINS": "", "RANK": "3"}
+    for name, value in hostile.items():
+        monkeypatch.setenv(name, value)
+    job = start_job(*SHORT, "--engine", "vllm", "--model", tiny_folder)
+    assert job.wait() == 0, job.text
+    assert job.text.count("vLLM does not use these variables of your shell") == 1
 
 
 def test_a_layer_that_keeps_old_weights_is_an_error(folder):

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from buffer import Trajectory
 from config import Config, ConfigError
-from runtime import memory
+from runtime import memory, preview
+from runtime.files import INDEX, check_model_files
 from runtime.memory import GIB, Shape, fit, needs, read_shape, remedy, shape_of, step_parts
 from trainer import Learner
 
@@ -119,6 +122,128 @@ def test_parameters_are_counted_from_the_configuration(tmp_path, name):
     assert shape_of(values).parameters == pytest.approx(count, rel=0.03)
     model.save_pretrained(tmp_path)
     assert read_shape(tmp_path).parameters == count  # exact, where the files are there
+
+
+# --- which files, which tensors -------------------------------------------------------------------------------------
+
+
+def mixtral(tied=False):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    more = {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": tied}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **more, num_attention_heads=2, num_key_value_heads=2))
+
+
+def saved(folder, model, shards=False):
+    """A model's folder; in many shards with an index, or in one file."""
+    model.save_pretrained(folder, max_shard_size="200KB" if shards else "5GB")
+    assert (folder / INDEX).exists() == shards
+    return sum(p.numel() for p in model.parameters())
+
+
+def all_tensors(folder):
+    from safetensors.torch import load_file
+
+    return {name: t for path in folder.glob("model*.safetensors") for name, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    ["consolidated.safetensors", "adapter_model.safetensors", "model.fp16.safetensors", "original/model.safetensors",
+     "model-00099-of-00001.safetensors", "copy of model-00001-of-00002.safetensors", "damaged.safetensors"],
+)  # fmt: skip
+@pytest.mark.parametrize("shards", [False, True])
+def test_files_that_are_not_loaded_do_not_count(tmp_path, beside, shards):
+    count = saved(tmp_path, llama(), shards)
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    if beside.startswith("damaged"):
+        (tmp_path / beside).write_bytes(b"no header")
+    else:
+        save_file(all_tensors(tmp_path), tmp_path / beside)
+    check_model_files(tmp_path)
+    assert read_shape(tmp_path).parameters == count
+
+
+def test_what_transformers_loads_is_what_counts(tmp_path):
+    """model.safetensors comes before the index, and a name in config.json before both."""
+    from runtime.policy import load_policy
+
+    count = saved(tmp_path, llama(), shards=True)
+    save_file({"nothing": torch.zeros(3)}, tmp_path / "other.safetensors")
+    assert read_shape(tmp_path).parameters == count
+    save_file(all_tensors(tmp_path), tmp_path / "model.safetensors")
+    for shard in tmp_path.glob("model-*"):
+        shard.write_bytes(b"damaged, and not read")
+    check_model_files(tmp_path)
+    assert read_shape(tmp_path).parameters == count
+    assert sum(p.numel() for p in load_policy(str(tmp_path)).parameters()) == count
+    os.rename(tmp_path / "model.safetensors", tmp_path / "mine.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "mine.safetensors"}))
+    check_model_files(tmp_path)
+    assert read_shape(tmp_path).parameters == count
+    assert sum(p.numel() for p in load_policy(str(tmp_path)).parameters()) == count
+
+
+@pytest.mark.parametrize("fault", ["missing", "cut off", "wrong name", "no map", "no JSON", "empty map"])
+def test_a_shard_that_the_index_names_is_checked(tmp_path, fault):
+    saved(tmp_path, llama(), shards=True)
+    index, shard = tmp_path / INDEX, sorted(tmp_path.glob("model-*"))[1]
+    words = {"missing": rf"lacks {shard.name}, which .*index.json names \(1 of \d+ missing", "no JSON": "is damaged"}
+    words |= {"cut off": rf"{shard.name} is damaged", "wrong name": "lacks model-1.safetensors"}
+    if fault == "missing":
+        shard.unlink()
+    elif fault == "cut off":
+        shard.write_bytes(shard.read_bytes()[:-10])
+    elif fault == "wrong name":
+        index.write_text(index.read_text().replace(shard.name, "model-1.safetensors"))
+    else:
+        index.write_text({"no map": "{}", "no JSON": "{", "empty map": '{"weight_map": {}}'}[fault])
+    with pytest.raises(ConfigError, match=words.get(fault, "has no weight_map that names files")):
+        check_model_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors", "pytorch_model.bin"])
+def test_a_folder_without_weights_that_are_loaded_is_refused(tmp_path, name):
+    saved(tmp_path, llama())
+    os.rename(tmp_path / "model.safetensors", tmp_path / name)
+    with pytest.raises(
+        ConfigError,
+        match=r"no \*.safetensors that are loaded \(model.safetensors, or what .*index.json",
+    ):
+        check_model_files(tmp_path)
+
+
+def test_a_tied_weight_that_is_saved_twice_counts_once(tmp_path):
+    count = saved(tmp_path, llama(tied=True))
+    tensors = all_tensors(tmp_path)
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
+    assert read_shape(tmp_path).parameters == count
+
+
+def test_masks_and_tables_in_a_file_are_no_parameters(tmp_path):
+    """Older files of GPT-2 and Pythia have a mask of [1, 1, L, L] in every layer."""
+    count = saved(tmp_path, gpt2())
+    more = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attention.bias": torch.ones(64, 64).bool()}
+    more |= {"h.0.attn.masked_bias": torch.tensor(-1e4), "rotary_emb.inv_freq": torch.ones(16)}
+    save_file(all_tensors(tmp_path) | more, tmp_path / "model.safetensors")
+    assert read_shape(tmp_path).parameters == count
+
+
+def test_a_token_passes_through_some_experts_only(tmp_path):
+    model = mixtral()
+    count = saved(tmp_path, model)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    shape, counted = read_shape(tmp_path), shape_of(model.config.to_dict())
+    assert shape.parameters == count and shape.per_token == count - experts * 6 // 8
+    assert counted.parameters == pytest.approx(count, rel=0.03)
+    assert counted.per_token == pytest.approx(shape.per_token, rel=0.03)
+    lines = preview.work(shape, Config(decay_steps=0), 8, None)
+    assert f"{6 * shape.per_token / 1e9:.2g} GFLOP per token" in lines[0] and "some experts do not" in lines[1]
+    assert shape_of(llama().config.to_dict()).computed == 0
 
 
 # --- whether it fits ------------------------------------------------------------------------------------------------

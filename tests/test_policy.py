@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from loss import sequence_logprobs
-from runtime.policy import collate, load_policy, named_weights, response_logprobs, stop_tokens
-from tasks.start_model import VOCABULARY, make_model, make_tokenizer
+from runtime.policy import collate, load_policy, named_weights, response_logprobs
+from tasks.start_model import VOCABULARY, make_model
 
 PAD, EOS = VOCABULARY.index("<pad>"), VOCABULARY.index("<eos>")
 PROMPTS = [[5, 6, 14], [7], [8, 2, 9, 4, 3, 15, 3, 3], [5, 6, 14], [EOS, PAD, 4], [2, 2]]  # ragged, special tokens too
@@ -159,17 +159,6 @@ def test_a_saved_policy_is_loaded_in_fp32_and_frozen_unless_it_is_to_learn(tmp_p
         got = dict(named_weights(model))
         assert list(got) == list(want) and not any(t.requires_grad for t in got.values())
         assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-def test_stop_tokens_are_the_generation_configs_or_else_the_tokenizers(tmp_path):
-    tokenizer = make_tokenizer()
-    assert stop_tokens(str(tmp_path), tokenizer) == [EOS]  # no generation config
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert stop_tokens(str(tmp_path), tokenizer) == [7, 9]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert stop_tokens(str(tmp_path), tokenizer) == [7]
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert stop_tokens(str(tmp_path), tokenizer) == [EOS]
 
 
 def test_distinct_rows_stand_for_all():

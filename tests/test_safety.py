@@ -294,6 +294,8 @@ def test_answers_that_are_no_text_or_empty_are_graded_and_counted():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from runtime.text import Text
+
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -306,7 +308,7 @@ def test_answers_that_are_no_text_or_empty_are_graded_and_counted():
         for ids in texts.values()
     ]
     grader, config = Grader(), Config(gpus=0)
-    one = FakeSearcher(Parts(None, None, grader, tokenizer), config, 0, 0, Clock())
+    one = FakeSearcher(Parts(None, None, grader, Text(tokenizer, [end])), config, 0, 0, Clock())
     written = one._score([(0, 0, answers)])
     assert grader.seen == list(texts) and [t.reward for t in written] == [1.0] * 4
     assert (one.undecodable, one.truncated, one.bad_rewards) == (1, 1, 0)

@@ -1,0 +1,143 @@
+"""Every architecture that vLLM and transformers load: two updates of all weights, the way of a searcher, refusals."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench.architectures import ARCHITECTURES, TEMPERATURE, make, measure, searcher_of
+from config import Config
+from runtime import inside_vllm
+from runtime.engine import Sampling, VllmEngine
+from runtime.files import ConfigError
+from runtime.loading import load_parts
+from runtime.metrics import Clock
+from runtime.policy import load_policy, named_weights
+from tasks.start_model import make_tokenizer
+
+FAST = ("qwen3_moe", "gemma3", "gpt_neox")  # packed experts, a layer of buffers alone, Hugging Face's code inside vLLM
+LIMITS = {"bloom": 5e-3}  # vLLM has another form of GELU there
+
+
+@pytest.fixture(autouse=True)
+def no_other_engine():
+    """An engine that is collected late ends vLLM's groups of processes, which the next engine uses."""
+    gc.collect()
+    yield
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in ARCHITECTURES])
+def test_after_two_updates_vllm_has_the_new_weights(name):
+    row = measure(name)
+    limit = LIMITS.get(name, 1e-4)
+    assert row["start"] < limit and row["updates"] < limit, row
+    assert row["from_before"] > 0.05  # old weights would be seen
+
+
+@pytest.mark.parametrize(
+    "name, withheld, layer",
+    [
+        ("qwen3_moe", "layers.1.mlp.experts.down_proj", "experts"),
+        ("qwen2, tied", "layers.1.self_attn.v_proj.bias", "qkv_proj"),
+        ("qwen2, tied", "layers.0.mlp.up_proj", "gate_up_proj"),
+        ("qwen2, tied", "embed_tokens", "embed_tokens"),
+        ("qwen2, tied", "layers.1.input_layernorm", "input_layernorm"),
+        ("gpt_neox", "layers.0.attention.dense.bias", "dense"),
+    ],
+)
+def test_what_an_update_leaves_out_is_told_by_layer(name, withheld, layer, tmp_path):
+    """A part of what vLLM keeps in one layer, a bias alone, norms, the embedding, experts, layers of Hugging Face's."""
+    make(name, tmp_path)
+    model, engine = load_policy(str(tmp_path)), VllmEngine(str(tmp_path), Sampling(TEMPERATURE, 4, (1,), 8, 4))
+    tensors = [(n, t) for n, t in named_weights(model) if withheld not in n]
+    assert len(tensors) == len(named_weights(model)) - 1
+    with pytest.raises(RuntimeError, match=rf"still have old weights: .*{layer}"):
+        engine.load_weights(tensors)
+
+
+def test_hugging_faces_classes_stay_as_they_were(tmp_path):
+    """Also after a second engine."""
+    from transformers.models.phi import modeling_phi
+
+    def methods():
+        classes = [c for c in vars(modeling_phi).values() if isinstance(c, type)]
+        return {c: (c.__bases__, {k: v for k, v in vars(c).items() if callable(v)}) for c in classes}
+
+    make("phi", tmp_path)
+    before = methods()
+    for _ in range(2):
+        engine, reference = searcher_of(str(tmp_path))
+        assert methods() == before
+        assert reference(torch.tensor([[2, 3]])).logits.shape == (1, 2, 101)
+        del engine
+        gc.collect()
+
+
+def loaded(folder, **options):
+    child = SimpleNamespace(clock=Clock(), device="cpu")
+    config = Config(task="tests/checksum.py:make_task", engine="vllm", in_flight=4, **options)
+    return load_parts(child, config, str(folder), 0, 0)
+
+
+@pytest.fixture
+def unknown_to_vllm(tmp_path):
+    from transformers import MptConfig, MptForCausalLM
+
+    MptForCausalLM(MptConfig(vocab_size=64, d_model=64, n_layers=1, n_heads=2, max_seq_len=64)).save_pretrained(
+        tmp_path
+    )
+    make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_what_vllm_does_not_know_is_refused_by_name(unknown_to_vllm):
+    with pytest.raises(ConfigError, match="--engine vllm: vLLM can't serve MptForCausalLM here .*; use --engine hf"):
+        loaded(unknown_to_vllm)
+
+
+@pytest.mark.parametrize("fault", ["experts are not repacked", "an update loses a tensor", "another temperature"])
+def test_what_vllm_computes_otherwise_is_refused_before_training(fault, tmp_path, monkeypatch):
+    make("qwen3_moe", tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    if fault == "experts are not repacked":
+        monkeypatch.setattr(inside_vllm, "_pack_experts_again", lambda model: None)
+    elif fault == "an update loses a tensor":
+        monkeypatch.setattr(inside_vllm, "_stale", lambda model, tied: [])
+        monkeypatch.setattr(
+            inside_vllm.Names, "of_files", lambda self, tensors: [(n, t) for n, t in tensors if "o_proj" not in n]
+        )
+    else:
+        monkeypatch.setattr(VllmEngine, "_params", _at_another_temperature(VllmEngine._params))
+    with pytest.raises(ConfigError, match="log-probabilities of Qwen3MoeForCausalLM differ .*; use --engine hf"):
+        loaded(tmp_path)
+
+
+def _at_another_temperature(make_params):
+    def params(self, n, greedy):
+        made = make_params(self, n, greedy)
+        made.temperature = 1.7
+        return made
+
+    return params
+
+
+def test_the_check_leaves_the_start_weights(tmp_path):
+    from bench.architectures import difference
+
+    make("llama", tmp_path)
+    engine, reference = searcher_of(str(tmp_path))
+    assert difference(engine, reference) < 1e-5 and engine.version == 0
+
+
+def test_gemma_2s_soft_cap_is_in_the_reference_and_the_policy(tmp_path):
+    """torch's fused attention, transformers' default, leaves it out without a word."""
+    make("gemma2", tmp_path)
+    model = load_policy(str(tmp_path))
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        usual = model(ids).logits
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = 0.01
+        assert (model(ids).logits - usual).abs().max() > 1e-4
