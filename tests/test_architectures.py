@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.architectures import ARCHITECTURES, TEMPERATURE, changed, difference, make, measure, searcher_of
+from bench.architectures import ARCHITECTURES, KV, TEMPERATURE, changed, difference, make, measure, searcher_of
 from config import Config
 from runtime import inside_vllm
 from runtime.engine import Sampling, VllmEngine
@@ -147,6 +147,17 @@ def _at_another_temperature(make_params):
         return made
 
     return params
+
+
+@pytest.mark.slow
+def test_what_vllm_computes_otherwise_by_itself_is_refused(tmp_path):
+    """Doge differs by 4e-3 nats at its start, and by 2 when more is learned."""
+    from transformers import DogeConfig, DogeForCausalLM
+
+    torch.manual_seed(0)
+    changed(DogeForCausalLM(DogeConfig(**KV)), 0.05).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="of DogeForCausalLM differ"):
+        searcher_of(str(tmp_path))
 
 
 @pytest.mark.slow
