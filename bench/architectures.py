@@ -24,6 +24,7 @@ from runtime.policy import collate, load_policy, named_weights, response_logprob
 from runtime.update_check import check_updates
 
 VOCABULARY, TEMPERATURE = 101, 0.6  # no multiple of 64: vLLM pads embeddings
+SETTINGS = {"temperature": TEMPERATURE, "vocabulary": VOCABULARY}
 RNG = np.random.default_rng(7)
 PROMPTS = [RNG.integers(2, VOCABULARY, n).astype(np.int32) for n in (3, 40, 17, 9)]
 IDS = {"bos_token_id": 0, "eos_token_id": 1}
@@ -142,11 +143,18 @@ def main() -> None:
         except ConfigError as error:
             rows.append({"architecture": name, "refused": str(error)})
         say(began, json.dumps(rows[-1]))
-    good = [row for row in rows if "updates" in row]
     if not args.quick:
-        figures = {"architectures": len(good), "largest": max(row["updates"] for row in good)}
-        save("architectures", figures, {"temperature": TEMPERATURE, "vocabulary": VOCABULARY}, rows, began)
-    print(table(["architecture", "after two updates"], [[r["architecture"], f"{r['updates']:.1g}"] for r in good]))
+        good = [row["updates"] for row in rows if "updates" in row]
+        save("architectures", {"architectures": len(good), "largest": max(good)}, SETTINGS, rows, began)
+    print(text(rows))
+
+
+def text(rows: list[dict], columns: int = 3) -> str:
+    """The table, several architectures in a line."""
+    cells = [[row["architecture"], f"{row['updates']:.0e}" if "updates" in row else "refused"] for row in rows]
+    cells += [["", ""]] * (-len(cells) % columns)
+    lines = [sum(cells[i : i + columns], []) for i in range(0, len(cells), columns)]
+    return table(["architecture", "nats"] * columns, lines)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ about a layer that got a part. So the counts are checked here, layer by layer, b
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -180,6 +181,8 @@ def register_transfer() -> None:
 
     if TRANSFER in WeightTransferEngineFactory._registry:
         return
+    # its warnings name layers that hold tables alone; `_stale` names the others
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     @dataclass
     class UpdateInfo(WeightTransferUpdateInfo):

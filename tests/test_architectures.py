@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from bench.architectures import ARCHITECTURES, TEMPERATURE, make, measure, searcher_of
+from bench.architectures import ARCHITECTURES, KV, TEMPERATURE, changed, difference, make, measure, searcher_of
 from config import Config
 from runtime import inside_vllm
 from runtime.engine import Sampling, VllmEngine
@@ -41,10 +42,10 @@ def test_after_two_updates_vllm_has_the_new_weights(name):
     [
         ("qwen3_moe", "layers.1.mlp.experts.down_proj", "experts"),
         ("qwen2, tied", "layers.1.self_attn.v_proj.bias", "qkv_proj"),
-        ("qwen2, tied", "layers.0.mlp.up_proj", "gate_up_proj"),
-        ("qwen2, tied", "embed_tokens", "embed_tokens"),
-        ("qwen2, tied", "layers.1.input_layernorm", "input_layernorm"),
-        ("gpt_neox", "layers.0.attention.dense.bias", "dense"),
+        pytest.param("qwen2, tied", "layers.0.mlp.up_proj", "gate_up_proj", marks=pytest.mark.slow),
+        pytest.param("qwen2, tied", "embed_tokens", "embed_tokens", marks=pytest.mark.slow),
+        pytest.param("qwen2, tied", "layers.1.input_layernorm", "input_layernorm", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "layers.0.attention.dense.bias", "dense", marks=pytest.mark.slow),
     ],
 )
 def test_what_an_update_leaves_out_is_told_by_layer(name, withheld, layer, tmp_path):
@@ -57,6 +58,7 @@ def test_what_an_update_leaves_out_is_told_by_layer(name, withheld, layer, tmp_p
         engine.load_weights(tensors)
 
 
+@pytest.mark.slow
 def test_hugging_faces_classes_stay_as_they_were(tmp_path):
     """Also after a second engine."""
     from transformers.models.phi import modeling_phi
@@ -73,6 +75,23 @@ def test_hugging_faces_classes_stay_as_they_were(tmp_path):
         assert reference(torch.tensor([[2, 3]])).logits.shape == (1, 2, 101)
         del engine
         gc.collect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["consolidated.safetensors", "adapter_model.safetensors", "copy.safetensors"])
+def test_vllm_reads_the_files_that_transformers_reads(beside, tmp_path):
+    """It would read all, or `consolidated` alone."""
+    make("mistral", tmp_path)
+    other = changed(load_policy(str(tmp_path)))
+    save_file({name: t.detach().contiguous() for name, t in other.named_parameters()}, tmp_path / beside)
+    engine, reference = searcher_of(str(tmp_path))
+    assert difference(engine, reference) < 1e-4
+    other.save_pretrained(tmp_path, max_shard_size="100KB")  # an index beside model.safetensors, which comes first
+    make("mistral", tmp_path)
+    del engine
+    gc.collect()
+    engine = VllmEngine(str(tmp_path), Sampling(TEMPERATURE, 12, (1,), 40, 8))
+    assert difference(engine, reference) < 1e-4
 
 
 def loaded(folder, **options):
@@ -97,7 +116,14 @@ def test_what_vllm_does_not_know_is_refused_by_name(unknown_to_vllm):
         loaded(unknown_to_vllm)
 
 
-@pytest.mark.parametrize("fault", ["experts are not repacked", "an update loses a tensor", "another temperature"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "experts are not repacked",
+        pytest.param("an update loses a tensor", marks=pytest.mark.slow),
+        pytest.param("another temperature", marks=pytest.mark.slow),
+    ],
+)
 def test_what_vllm_computes_otherwise_is_refused_before_training(fault, tmp_path, monkeypatch):
     make("qwen3_moe", tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
@@ -123,9 +149,19 @@ def _at_another_temperature(make_params):
     return params
 
 
-def test_the_check_leaves_the_start_weights(tmp_path):
-    from bench.architectures import difference
+@pytest.mark.slow
+def test_what_vllm_computes_otherwise_by_itself_is_refused(tmp_path):
+    """Doge differs by 4e-3 nats at its start, and by 2 when more is learned."""
+    from transformers import DogeConfig, DogeForCausalLM
 
+    torch.manual_seed(0)
+    changed(DogeForCausalLM(DogeConfig(**KV)), 0.05).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="of DogeForCausalLM differ"):
+        searcher_of(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_check_leaves_the_start_weights(tmp_path):
     make("llama", tmp_path)
     engine, reference = searcher_of(str(tmp_path))
     assert difference(engine, reference) < 1e-5 and engine.version == 0

@@ -122,7 +122,7 @@ def page(name="docs/measurements.md"):
     return " ".join((ROOT / name).read_text().split())
 
 
-@pytest.mark.parametrize("name", ["decoupling", "scale", "weights", "trainer"])
+@pytest.mark.parametrize("name", ["decoupling", "scale", "weights", "trainer", "architectures"])
 def test_the_saved_table_is_shown(name):
     assert module(name).text(saved(name)["rows"]) in (ROOT / "docs/measurements.md").read_text()
 
