@@ -26,7 +26,7 @@ from baselines import Answers, frozen_kl_loss, grpo_loss, rloo_loss, tba_prime_l
 from loss import sequence_logprobs, tb_loss
 from runtime import checkpoint
 from runtime.evaluation import Evaluator
-from runtime.files import JsonLines, keep_rows_before, read_json
+from runtime.files import JsonLines, bookkeeping, keep_rows_before, read_json
 from runtime.metrics import Board, Clock, EventLog, batch_metrics
 from runtime.policy import answer_logprobs, checkpoint_layers, load_policy, micro_batches, named_weights, padded
 from runtime.served_buffer import RemoteBuffer, pack
@@ -270,7 +270,8 @@ class Trainer:
             return self.learner.update(batch)
         except FloatingPointError as error:
             place = self.out / f"bad-batch-{self.learner.step}.npz"
-            np.savez(place, *pack([t for group in batch for t in group]))
+            with bookkeeping(place.name):
+                np.savez(place, *pack([t for group in batch for t in group]))
             raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
 
     def _publish(self, version: int) -> None:
