@@ -25,7 +25,7 @@ from runtime.placement import describe
 from runtime.served_buffer import serve
 from runtime.show import Screen
 from runtime.streams import open_streams
-from runtime.summary import finish
+from runtime.summary import FAILURE, finish
 from runtime.supervisor import Failed, Supervisor, judge
 from sync import lead_sync
 
@@ -112,7 +112,7 @@ class Run:
             if not isinstance(error, Failed | ConfigError):  # an error of ours
                 why = f"the parent raised {type(error).__name__}: {error}"
                 self.log.error("parent:\n%s", traceback.format_exc())
-            self.stopped_by = self.stopped_by or "a failure"
+            self.stopped_by = self.stopped_by or FAILURE
             self.log.error("tba_min: the run failed: %s", why)
         finally:
             self._stop()

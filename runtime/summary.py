@@ -21,6 +21,7 @@ from runtime.show import share, shares
 
 SETTINGS = ("task", "model", "engine", "sync", "seed", "searchers", "gpus")
 STOPPED = "a stop from outside"  # as the trainer sees it; the parent knows by what
+FAILURE = "a failure"
 LEAST = {"updates_measured": 5, "seconds_measured": 1.0}  # of RL: with less, no side is called the bottleneck
 DRAWING = 300  # seconds that the figures may take; matplotlib's first start searches all fonts
 log = logging.getLogger("tba_min.summary")
@@ -73,7 +74,8 @@ def run_summary(config: Config, result: dict, waits: dict, stopped_by: str | Non
     summary |= {"replay_ratio": config.replay_ratio, "waits": waits}
     if result.get("ended_by", STOPPED) == STOPPED:
         summary["ended_by"] = stopped_by
-    summary["bottleneck"], summary["advice"] = bottleneck(summary) if result else (None, None)
+    known = result and stopped_by != FAILURE  # a failure makes others wait
+    summary["bottleneck"], summary["advice"] = bottleneck(summary) if known else (None, None)
     return summary
 
 
@@ -190,6 +192,7 @@ def summary_text(summary: dict, out: Path) -> str:
     one_process = summary["sync"] == "onpolicy"
     searchers = "(same process)" if one_process else shares(summary["busy_searchers"])
     updates, after, stale = summary["steps"], summary["accuracy_after"], summary["staleness_mean"]
+    cause = "the run failed" if summary["outcome"] == "failed" else "too little was measured"
     evaluations = min(3, max(1, len(summary["evaluations"]) - 1))
     mean = f"; mean of the last {evaluations} evaluations" if evaluations > 1 else ""
     accuracy = f"{summary['accuracy_before']:.3f} -> " + ("not evaluated again" if after is None else f"{after:.3f}")
@@ -206,7 +209,7 @@ def summary_text(summary: dict, out: Path) -> str:
             f" {summary['trajectories_trained']} trained",
             f"staleness          {ages}",
             f"busy               trainer {share(summary['busy_trainer'])}, searchers {searchers}",
-            f"bottleneck         {summary['advice'] or 'not known: too little was measured'}",
+            f"bottleneck         {summary['advice'] or 'not known: ' + cause}",
             *([f"restarts           {summary['restarts']} of searchers"] if summary["restarts"] else []),
             f"run                {out}",
         ]

@@ -78,7 +78,12 @@ def ended(step, accuracies, stopped=True, stopped_by=None, began=False, now=None
     progress |= {"staleness_max": 3.0, "seconds_before": 0.0, "source": source}
     config = Config(gpus=0, searchers=1, steps=100)
     result = training_summary(progress, config, clock, stopped, busy_trainer=clock.busy(), waits_trainer={})
-    facts = {"outcome": "failed", "busy_searchers": [math.nan], "restarts": 0, "seconds_total": 9.0} | facts
+    facts = {
+        "outcome": "failed" if stopped_by == "a failure" else "interrupted",
+        "busy_searchers": [math.nan],
+        "restarts": 0,
+        "seconds_total": 9.0,
+    } | facts
     return run_summary(config, result, {}, stopped_by, **facts)
 
 
@@ -103,6 +108,8 @@ def test_what_ended_a_run_is_told_as_it_was(now, tmp_path):
     interrupted = ended(7, first, stopped_by="Ctrl-C", began=True, now=now, updates=7, busy_searchers=[0.5])
     assert interrupted["accuracy_after"] is None and "not evaluated again" in summary_text(interrupted, tmp_path)
     assert interrupted["updates_measured"] == 7 and interrupted["bottleneck"] == "trainer"
+    failed = ended(7, first, stopped_by="a failure", began=True, now=now, updates=7, busy_searchers=[0.5])
+    assert failed["advice"] is None and "not known: the run failed" in summary_text(failed, tmp_path)
     more = ended(7, [*first, (5, 1.0, 0.5), (7, 2.0, 0.75)])
     assert more["accuracy_after"] == 0.625 and "mean of the last 2 evaluations" in summary_text(more, tmp_path)
 
