@@ -11,7 +11,7 @@ import os
 import select
 import sys
 
-PLAIN = {"β²·loss": "imbalance", "β": "beta", "π": "pi", "μ": "mu", "²": "^2", "·": "*", "×": "x", "→": "->"}
+PLAIN = {"β": "beta", "π": "pi", "μ": "mu", "²": "^2", "·": "*", "×": "x", "→": "->"}
 PLAIN |= {"−": "-", "–": "-", "—": "-", "…": "...", "’": "'", "‘": "'", "“": '"', "”": '"', "≥": ">=", "≤": "<="}
 PLAIN |= dict.fromkeys("─━═", "-") | dict.fromkeys("│┃║", "|") | dict.fromkeys("╭╮╰╯┌┐└┘├┤┬┴┼╔╗╚╝", "+")
 PATIENCE = 2.0  # seconds that a reader may take before text is dropped

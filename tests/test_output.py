@@ -19,7 +19,7 @@ import pytest
 from conftest import ENDLESS, ROOT, SHORT
 
 from runtime.files import JsonLines, Lines, as_json, bookkeeping, keep_rows_before, read_jsonl, write_whole
-from runtime.streams import Forgiving
+from runtime.streams import Forgiving, open_streams
 
 HF = ["--engine", "hf"]
 TEXT = ("held-out accuracy  ", "busy               trainer", "bottleneck         ")  # of the summary
@@ -150,6 +150,15 @@ def test_help_and_errors_on_poor_outputs():
         assert (done.returncode, done.stderr) == (0, b""), line
     done = python("{} --task /nowhere/π.py:β 2>&1 >&-", PYTHONIOENCODING="ascii")
     assert done.returncode == 2 and done.stdout.count(b"\n") == 1 and b"/nowhere/pi.py:beta" in done.stdout
+
+
+def test_characters_that_an_output_lacks_are_replaced():
+    open_streams()  # pytest's own streams stay
+    text = "π → β²·x … ╭─╮ 你 \udcff"
+    plain = b"pi -> beta^2*x ... +-+ \\u4f60 \\udcff"
+    assert text.encode("ascii", "plain") == plain
+    assert text.encode("cp1252", "plain").startswith(b"pi -> beta\xb2\xb7x \x85 +-+")
+    assert text.encode("utf-8", "plain").decode().endswith("你 \\udcff")
 
 
 def test_a_stream_that_cannot_be_written_is_no_error(tmp_path):
