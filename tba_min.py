@@ -6,26 +6,27 @@ heavy: *spawn* runs this file's top level again in every child, and start-up is 
 """
 
 import dataclasses
-import json
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from config import START_MODEL, Config, ConfigError, parse, resolve, save, why_no_vllm
 from runtime import checkpoint, child, preview
-from runtime.files import lock_folder
-from runtime.metrics import Board, merge_timeline
+from runtime.files import bookkeeping, lock_folder
+from runtime.metrics import Board
 from runtime.placement import describe
 from runtime.served_buffer import serve
 from runtime.show import Screen
-from runtime.summary import run_summary, summary_text
-from runtime.supervisor import Failed, Supervisor
+from runtime.streams import open_streams
+from runtime.summary import FAILURE, finish
+from runtime.supervisor import Failed, Supervisor, judge
 from sync import lead_sync
 
 EXIT_FAILED, EXIT_WRONG_OPTION, EXIT_INTERRUPTED = 1, 2, 130
@@ -38,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     from setproctitle import setproctitle
 
     setproctitle("tba_min parent")
+    open_streams()
+    child.on_ending(signal.default_int_handler)  # until there is something to save
     try:
         asked = parse(argv)
         preview.check_task(asked)  # first: resolving may download a model
@@ -53,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"tba_min: {error}", file=sys.stderr)
         return EXIT_WRONG_OPTION
+    except KeyboardInterrupt:  # before anything was started
+        return EXIT_INTERRUPTED
 
 
 class Run:
@@ -79,6 +84,7 @@ class Run:
         self.address = child.local_socket("weights")
         self.log = logging.getLogger("tba_min")
         self.interrupts = 0
+        self.stopped_by: str | None = None  # the first signal, or a failure
         self.result: dict | None = None  # the trainer's own summary, at its end
         self.saving_since: float | None = None  # time.time() at which the trainer began its last checkpoint
         self.incarnations = [0] * config.searchers
@@ -86,36 +92,49 @@ class Run:
         self.absent: set[int] = set()  # searchers that are being started again
         self.lost = [0] * config.searchers  # trajectories that died with their searcher
         self.errors: dict[str, tuple[str, str]] = {}  # searcher -> its last error, its type and place
+        self.unsaved: str | None = None  # why the trainer, told to stop, did not save
 
     def go(self) -> int:
         """Do it all; returns the exit code."""
-        save(self.config, self.out / "config.json")
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._interrupt)
-        log_handler = child.start_logging(self.out / "run.log", self.screen)
-        watch = (self._heard, self._died, self.config.heartbeat_timeout)
-        self.children = Supervisor(self.ctx, self.out, self.board, log_handler.queue, *watch)
+        handler = child.start_logging(self.out / "run.log", self.screen)
+        with bookkeeping("config.json"):
+            save(self.config, self.out / "config.json")
+        watch = (self._heard, self._raised, self._died, self.config.heartbeat_timeout)
+        self.children = Supervisor(self.ctx, self.out, self.board, handler.queue, *watch)
+        child.on_ending(self._interrupt)
         code, why = 0, None
         try:
             self._start(self._prepare_model())
             self._watch()
             code = EXIT_INTERRUPTED if self.interrupts else 0
-        except (Failed, ConfigError) as error:
+        except Exception as error:
             code, why = EXIT_FAILED, str(error)
-            self.log.error("tba_min: the run failed: %s", error)
+            if not isinstance(error, Failed | ConfigError):  # an error of ours
+                why = f"the parent raised {type(error).__name__}: {error}"
+                self.log.error("parent:\n%s", traceback.format_exc())
+            self.stopped_by = self.stopped_by or FAILURE
+            self.log.error("tba_min: the run failed: %s", why)
         finally:
             self._stop()
-            logging.getLogger().removeHandler(log_handler)
-            log_handler.close()  # waits until all records are out
+            run_log = child.log_directly(handler)
             self.screen.close()
-        if self.result and self.result.get("problem") and code != EXIT_FAILED:
-            code, why = EXIT_FAILED, self.result["problem"]
-            self.screen.say(f"tba_min: {why}")
-        self._summarise({0: "completed", EXIT_INTERRUPTED: "interrupted", EXIT_FAILED: "failed"}[code], why)
+        problem = (self.result or {}).get("problem") or self.unsaved
+        if problem and code != EXIT_FAILED:
+            code, why = EXIT_FAILED, problem
+            self.log.error("tba_min: %s", why)
+        outcome = {0: "completed", EXIT_INTERRUPTED: "interrupted", EXIT_FAILED: "failed"}[code]
+        finish(
+            self.config, self.out, self.result or {}, run_log, outcome=outcome, why=why,
+            stopped_by=self.stopped_by, busy_searchers=self.board.of_searchers("busy"), restarts=self.restarts,
+            trajectories_lost=sum(self.lost), seconds_total=time.time() - self.started,
+            resumed_from=str(self.start) if self.start else None,
+        )  # fmt: skip
         return code
 
     def _interrupt(self, signum: int, _frame: FrameType | None) -> None:
-        self.interrupts += 1
+        """Stop and save; at once on a second Ctrl-C. A closing terminal or a job manager may send several signals."""
+        self.stopped_by = self.stopped_by or {signal.SIGINT: "Ctrl-C"}.get(signum, signal.Signals(signum).name)
+        self.interrupts = max(1, self.interrupts + (signum == signal.SIGINT) + 2 * (signum == signal.SIGQUIT))
         self.board.set(Board.PARENT, "stop", 1)
         if self.interrupts > 1:
             self.children.kill()
@@ -194,7 +213,7 @@ class Run:
                 if barrier:
                     lead_sync(self.board, self.buffer, self.absent)
             except (EOFError, OSError) as error:
-                self._blame_those_behind("trainer")
+                self._blame_the_dead({"trainer"}, 0.5)
                 raise Failed(f"the buffer's process does not answer: {type(error).__name__}") from None
             self.screen.tick()
 
@@ -212,29 +231,27 @@ class Run:
             self.saving_since = time.time()
         elif kind == "done":
             self.result = value
-        elif kind == "refused":
-            if not self.children.ending:  # several processes may say the same
-                raise Failed(value)
-        elif self.children.ending:
-            self.log.error("while ending, %s raised %s", name, value[0])
-        elif kind == "error":
-            self._raised(name, *value)
 
-    def _raised(self, name: str, error: str, traceback: str, place: str) -> None:
-        """A child's last words. A searcher is started again when it has ended, unless the same error came before."""
-        self._blame_those_behind(name)
-        kind = (error.split(":")[0], place)
-        if kind in self.errors.values():
-            raise Failed(f"{name} raised the same again: {error}")
-        self.log.error("%s:\n%s", name, traceback.rstrip())
-        if not name.startswith("searcher-"):
-            raise Failed(f"{name} raised {error}")
-        self.errors[name] = kind
+    def _raised(self, errors: list[child.Raised]) -> None:
+        """The errors of one moment, in their order. A searcher is started again when it has ended."""
+        if self.children.ending or self.interrupts or self.result is not None:
+            for e in errors:
+                self.log.error("while ending, %s raised %s", e.name, e.text)
+                if e.name == "trainer" and not self.result and self.interrupts < 2:
+                    self.unsaved = f"the last checkpoint was not written: the trainer raised {e.text}"
+            return
+        self._blame_the_dead({e.name for e in errors})
+        shown, why = judge(errors, set(self.errors.values()))
+        self.errors |= {e.name: e.kind for e in errors}
+        for e in (e for e in errors if e.traceback):  # those of the others are in run.log alone
+            logging.getLogger("tba_min" if e in shown else "others").error("%s:\n%s", e.name, e.traceback.rstrip())
+        if why:
+            raise Failed(why)
 
-    def _blame_those_behind(self, name: str) -> None:
-        """If the Manager or the trainer has died, report that: an error of `name` is a consequence."""
-        for cause in ("buffer",) if name == "trainer" else ("buffer", "trainer"):
-            if self.children.is_gone(cause, 0.5):
+    def _blame_the_dead(self, speakers: set[str], patience: float = 0.0) -> None:
+        """Report the Manager or the trainer if it has died without a word: errors of others are consequences."""
+        for cause in ("buffer", "trainer"):
+            if cause not in speakers and self.children.is_gone(cause, patience):
                 self._died(cause, self.children.how_it_ended(cause))
 
     def _died(self, name: str, how: str) -> None:
@@ -242,8 +259,8 @@ class Run:
         if self.interrupts or self.result is not None or (name == "start-model" and how == "ended with exit code 0"):
             return
         if not name.startswith("searcher-"):
-            raise Failed(f"{name} {how}; what it printed is in {self.out / (name + '.log')}")
-        self._blame_those_behind(name)
+            raise Failed(f"{name} {how}; {self.children.printed(name)}")
+        self._blame_the_dead({name}, 0.5)
         i, row = int(name.removeprefix("searcher-")), Board.row(name)
         self.restarts += 1
         if self.restarts > self.config.max_restarts:
@@ -274,25 +291,6 @@ class Run:
             return now + GRACE
 
         self.children.stop(deadline)
-
-    def _summarise(self, outcome: str, why: str | None) -> None:
-        """Write summary.json, draw the figures, say how it went."""
-        summary = run_summary(
-            self.config, self.result or {}, merge_timeline(self.out), outcome=outcome, why=why,
-            busy_searchers=self.board.of_searchers("busy"), restarts=self.restarts, trajectories_lost=sum(self.lost),
-            resumed_from=str(self.start) if self.start else None, seconds_total=time.time() - self.started,
-        )  # fmt: skip
-        (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        if self.result:
-            if self.result["steps"]:
-                from runtime.plots import draw
-
-                draw(self.out)
-            self.screen.say(summary_text(summary, self.out))
-        saved = checkpoint.all_in(self.out / "checkpoints")
-        if outcome != "completed":
-            resume = f"; `python tba_min.py --resume {self.out}` goes on from {saved[-1].name}" if saved else ""
-            self.screen.say(f"tba_min: {outcome}; what there is lies in {self.out}{resume}")
 
 
 if __name__ == "__main__":

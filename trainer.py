@@ -27,7 +27,7 @@ from loss import sequence_logprobs, tb_loss
 from runtime import checkpoint
 from runtime.checks import Alarm, check_finite, per_token
 from runtime.evaluation import Evaluator
-from runtime.files import JsonLines, keep_rows_before, read_json
+from runtime.files import JsonLines, bookkeeping, keep_rows_before, read_json
 from runtime.metrics import Board, Clock, EventLog, batch_metrics
 from runtime.policy import answer_logprobs, checkpoint_layers, load_policy, micro_batches, named_weights, padded
 from runtime.served_buffer import RemoteBuffer, pack
@@ -234,7 +234,7 @@ class Trainer:
         if self.rl_start and self.accuracies[-1][0] != self.learner.step and not self.child.board.stopping:
             self._evaluate()
         facts |= {"late_prefetches": self.batches.late, "threads": torch.get_num_threads()}
-        facts["mismatch"] = max([self.learner.alarm.largest or 0.0, *self.child.board.of_searchers("mismatch")])
+        facts["mismatch"] = max([self.learner.alarm.largest or 0.0, *self.child.board.of_searchers("mismatch")]) or None
         facts["buffer"] = {} if self.config.sync == "onpolicy" else self.batches.buffer.stats()
         return training_summary(self._progress(), self.config, self.clock, self.child.board.stopping, **facts)
 
@@ -271,7 +271,8 @@ class Trainer:
             return self.learner.update(batch)
         except FloatingPointError as error:
             place = self.out / f"bad-batch-{self.learner.step}.npz"
-            np.savez(place, *pack([t for group in batch for t in group]))
+            with bookkeeping(place.name):
+                np.savez(place, *pack([t for group in batch for t in group]))
             raise FloatingPointError(f"{error}; the batch is kept in {place}") from error
 
     def _publish(self, version: int) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from runtime.files import ConfigError, one_line, read_json
+from runtime.files import ConfigError, read_json, why
 from runtime.metrics import Board
 
 if TYPE_CHECKING:
@@ -141,9 +141,7 @@ class Policy(NamedTuple):
             for path in folder.glob("*.safetensors*"):
                 path.unlink()
             self._save_plainly(folder)
-            log.warning(
-                "transformers could not save the model (%s): its weights were saved without it", one_line(error)
-            )
+            log.warning("transformers could not save the model (%s): its weights were saved without it", why(error))
 
     def _save_model(self, folder: Path) -> None:
         from transformers import GenerationConfig
@@ -185,12 +183,12 @@ def save(
         learner, buffer, progress = state()
         return write(root, step, partial(_fill, policy, learner, buffer, progress), keep), None
     except Exception as error:  # of the disk, of a library, or of the buffer's process: none of them ends a run
-        problem = one_line(error)
+        problem = why(error)
     try:
         kept = write(root, step, policy.save, 1, kind="weights")
         return None, f"{problem}; the weights alone are kept in {kept}"
     except Exception as error:
-        return None, f"{problem}; nor can the weights alone be written: {one_line(error)}"
+        return None, f"{problem}; nor can the weights alone be written: {why(error)}"
 
 
 def rehearse(root: Path, policy: Policy, state: Callable[[], State]) -> None:
@@ -207,7 +205,7 @@ def rehearse(root: Path, policy: Policy, state: Callable[[], State]) -> None:
     except EOFError:  # the buffer's process is gone, which the parent reports
         raise
     except Exception as error:
-        raise ConfigError(f"no checkpoint can be written in {root}: {one_line(error)}") from error
+        raise ConfigError(f"no checkpoint can be written in {root}: {why(error)}") from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -1,8 +1,17 @@
-"""Files: written completely or not at all; a one-line error when a file is damaged; JSON lines."""
+"""Files: written completely or not at all; a one-line error when a file is damaged; JSON lines.
 
+What a run writes about itself must never end it. Here such a failure becomes a log record, which `RunLog`
+(runtime/child.py) shows the first time and counts.
+"""
+
+import contextlib
 import fcntl
+import io
 import json
+import logging
+import math
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -11,16 +20,37 @@ class ConfigError(ValueError):
     """An option, or a file that it names, is wrong. The text is one line with the problem and the remedy."""
 
 
-def one_line(error: BaseException) -> str:
-    """An error's type and text, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file under another name, then rename it: a reader sees all of the old file or all of the new one."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file under another name, then rename it: a reader sees all of the old file or all of the new one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
+    try:
+        new.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        os.replace(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()  # half a file helps nobody, and takes room on a full disk
+        raise
+
+
+def lost(name: str, reason: str) -> None:
+    """Report that something was not written, or not shown. The run goes on without it."""
+    logging.getLogger("tba_min.files").warning("%s", reason, extra={"lost": name})
+
+
+def why(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join([f"{type(error).__name__}:", *str(error).split()])[:200]
+
+
+@contextlib.contextmanager
+def bookkeeping(name: str) -> Iterator[None]:
+    """For work that a run can do without: an error in it, whatever its kind, is reported and goes no further."""
+    try:
+        yield
+    except Exception as error:
+        lost(name, why(error))
 
 
 def read_json(path: Path) -> dict:
@@ -131,32 +161,99 @@ def lock_folder(folder: Path) -> TextIO:
     return lock
 
 
-# --- JSON lines: one object in each line ----------------------------------------------------------------------------
+# --- growing files --------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """A growing text file with one writer. A line is in it as soon as it is written.
+
+    A line that can't be written is reported as lost. The next one is tried again, and starts a line of its own, also
+    when a full disk or a kill has left half of one.
+    """
+
+    def __init__(self, path: Path, lost: Callable[[str, str], None] = lost) -> None:
+        self.path, self.lost = path, lost
+        self._file: io.FileIO | None = None
+
+    def write(self, line: str) -> None:
+        try:
+            self._append(line.encode("utf-8", "backslashreplace") + b"\n")
+        except OSError as error:
+            self.lost(self.path.name, why(error))
+
+    def _append(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = open(self.path, "ab+", buffering=0)
+            size = os.fstat(self._file.fileno()).st_size
+            if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+                data = b"\n" + data
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            while data:  # a nearly full disk takes a part
+                data = data[self._file.write(data) :]
+        except OSError:
+            file, self._file = self._file, None  # opened anew for the next line: it may be a new file by then
+            with contextlib.suppress(OSError), file:
+                file.truncate(whole)
+            raise
 
 
 class JsonLines:
-    """A growing file of JSON lines. Each line is flushed as soon as it is written."""
+    """A growing file of JSON lines, one object in each."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")
+        self._lines = Lines(path)
 
     def write(self, row: dict) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with bookkeeping(self._lines.path.name):
+            self._lines.write(as_json(row))
+
+
+def as_json(value: object, indent: int | None = None) -> str:
+    """JSON, where a number that is not finite is null: JSON has no NaN."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The rows of a JSONL file; a last line that was cut off is left out."""
+    """The rows of a JSONL file. A line that was cut off, by a kill or a full disk, is left out."""
     rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
+    if is_special(path):
+        return rows
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return rows
 
 
+def is_special(path: Path) -> bool:
+    """Whether a path is there and no plain file: a device may be read without end."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
 def keep_rows_before(path: Path, step: int) -> None:
-    """Drop the rows of a metrics file from update `step` on: a resumed run does these updates again."""
-    rows = [row for row in read_jsonl(path) if row["step"] < step] if path.exists() else []
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    """Drop the rows of a metrics file from update `step` on: a resumed run does these updates again.
+
+    The file is cut where it is, which needs no room on a full disk.
+    """
+    if is_special(path):
+        return
+    with bookkeeping(path.name), open(path, "ab+") as file:
+        file.seek(0)
+        kept = 0
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
+                if json.loads(line)["step"] >= step:
+                    break
+            kept += len(line)
+        file.truncate(kept)

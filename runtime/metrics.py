@@ -6,7 +6,7 @@ Only its own process writes a row, any process reads it. There is no lock, becau
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runtime.files import JsonLines, write_whole
+from runtime.files import JsonLines, as_json, bookkeeping, read_json, write_whole
 
 if TYPE_CHECKING:
     from buffer import Trajectory
@@ -65,10 +65,14 @@ class Clock:
         """Seconds waited since `begin`, by cause."""
         return {name: s for name, s in self.counted().items() if name.startswith("wait") and s > 0}
 
+    def since_begin(self) -> float:
+        """Seconds since `begin`; 0 before it."""
+        return time.time() - self._began if self._began else 0.0
+
     def busy(self) -> float:
-        """Share of the time since `begin` that was not spent waiting, 0 to 1; 0 before it."""
-        spent = time.time() - self._began if self._began else 0.0
-        return 1 - sum(self.waits().values()) / spent if spent > 0 else 0.0
+        """Share of the time since `begin` that was not spent waiting, 0 to 1; NaN before it: not measured."""
+        spent = self.since_begin()
+        return 1 - sum(self.waits().values()) / spent if spent > 0 else math.nan
 
 
 class Board:
@@ -90,8 +94,8 @@ class Board:
         "bad_rewards",  # searcher: rewards that were not finite or took too long, and count as 0
         "version",  # trainer: published; searcher: loaded
         "trained",  # trainer: trajectories trained, repeated ones counted each time
-        "busy",  # share of the RL phase in which the process did not wait, 0 to 1
         "mismatch",  # searcher: largest |log pi - log mu| by the same weights, nats per token (runtime/checks.py)
+        "busy",  # share of the RL phase in which the process did not wait, 0 to 1; NaN before it is measured
         "sync",  # barrier, number of a sync: wanted (trainer), open (parent), reached (searcher)
         "go",  # parent: number of the last sync that is over (barrier)
     )
@@ -100,6 +104,8 @@ class Board:
     def __init__(self, ctx: BaseContext, searchers: int) -> None:
         self.searchers = searchers
         self._cells = ctx.RawArray("d", (self.SEARCHERS + searchers) * len(self.FIELDS))
+        for row in range(self.SEARCHERS + searchers):
+            self.set(row, "busy", math.nan)
 
     @classmethod
     def row(cls, name: str) -> int:
@@ -166,19 +172,27 @@ def trace_events(spans: dict[str, Iterable[tuple[str, float, float, int]]]) -> l
 
 
 def save_spans(clock: Clock, path: Path) -> None:
-    """Save a process's spans for `merge_timeline`, completely or not at all: the parent may kill the process."""
-    write_whole(path, json.dumps({"spans": list(clock.spans), "waits": clock.waits()}))
+    """Save a process's spans for the timeline, completely or not at all: the parent may kill the process."""
+    with bookkeeping(path.name):
+        write_whole(path, as_json({"spans": list(clock.spans), "waits": clock.waits()}))
 
 
-def merge_timeline(out: Path) -> dict[str, dict[str, float]]:
-    """Put the spans of all processes into `timeline.json`, the Chrome trace format (Perfetto opens it).
-
-    Returns the seconds that each process waited in the RL phase, by cause.
-    """
+def read_spans(out: Path) -> dict[str, dict]:
+    """The spans and waits that the processes of a run saved, by process; the trainer's first."""
     paths = sorted(out.glob("*.spans.json"), key=lambda p: (p.name != "trainer.spans.json", p.name))
-    saved = {path.name.removesuffix(".spans.json"): json.loads(path.read_text()) for path in paths}
-    events = trace_events({name: left["spans"] for name, left in saved.items()})
-    (out / "timeline.json").write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    saved = {}
     for path in paths:
-        path.unlink()
-    return {name: left["waits"] for name, left in saved.items()}
+        with bookkeeping(path.name):
+            saved[path.name.removesuffix(".spans.json")] = read_json(path)
+    return saved
+
+
+def merge_timeline(out: Path, saved: dict[str, dict] | None = None) -> None:
+    """Put the spans of all processes into `timeline.json`, the Chrome trace format (Perfetto opens it)."""
+    saved = read_spans(out) if saved is None else saved
+    events = trace_events({name: left["spans"] for name, left in saved.items()})
+    try:
+        write_whole(out / "timeline.json", as_json({"traceEvents": events, "displayTimeUnit": "ms"}))
+    finally:  # on a full disk too: what follows needs room
+        for path in out.glob("*.spans.json"):
+            path.unlink()

@@ -1,14 +1,21 @@
 """Every figure of a run, drawn from its folder: `python -m runtime.plots runs/<run>`."""
 
+import io
 import json
+import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+if not os.environ.get("MPLBACKEND", "").startswith("module:"):  # a notebook's own
+    os.environ["MPLBACKEND"] = "agg"  # no display is needed, and no name in the shell can fail
+import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # no pyplot: it needs no display and leaves no global state
+from matplotlib.figure import Figure  # no pyplot: it leaves no global state
 from matplotlib.patches import Patch
 
-from runtime.files import read_jsonl
+from runtime.files import read_json, read_jsonl, why, write_whole
 
 COLOURS = {"reward": "#1f77b4", "accuracy": "#d62728", "loss": "#2ca02c", "mean": "#9467bd", "max": "#c5b0d5"}
 
@@ -22,15 +29,22 @@ def figure_with_axes(title: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def numbers(values: list[float | None]) -> list[float]:
+    """Values of a JSON file to plot: null is a value that was not finite."""
+    return [float("nan") if value is None else value for value in values]
+
+
 def reward_and_accuracy(rows: list[dict], evaluations: list) -> Figure:
     """Reward of the batches and held-out accuracy over trainer updates; evaluations: (update, seconds, accuracy)."""
     evaluated = [(step, accuracy) for step, _, accuracy in evaluations]
-    figure, axes = figure_with_axes(
-        f"Held-out accuracy goes from {evaluated[0][1]:.2f} to {evaluated[-1][1]:.2f}", "share of answers"
-    )
-    axes.plot([r["step"] for r in rows], [r["reward"] for r in rows], color=COLOURS["reward"], label="reward of batch")
+    title = f"Held-out accuracy goes from {evaluated[0][1]:.2f} to {evaluated[-1][1]:.2f}"
+    if len(evaluated) == 1:
+        title = f"Held-out accuracy at update {evaluated[0][0]}: {evaluated[0][1]:.2f}, not evaluated again"
+    figure, axes = figure_with_axes(title, "share of answers")
+    rewards = numbers([r["reward"] for r in rows])
+    axes.plot([r["step"] for r in rows], rewards, color=COLOURS["reward"], label="reward of batch")
     axes.plot(*zip(*evaluated, strict=True), "o-", color=COLOURS["accuracy"], label="held-out accuracy, greedy")
-    if all(0 <= r["reward"] <= 1 for r in rows):
+    if all(0 <= reward <= 1 for reward in rewards):
         axes.set_ylim(0, 1.02)
     axes.legend(loc="lower right")
     return figure
@@ -38,12 +52,13 @@ def reward_and_accuracy(rows: list[dict], evaluations: list) -> Figure:
 
 def loss(rows: list[dict]) -> Figure:
     """Trajectory-balance loss in reward units over trainer updates."""
-    scaled = [r["imbalance"] for r in rows]
-    first, last = (sorted(part)[len(part) // 2] for part in (scaled[:20], scaled[-20:]))
+    scaled = [r["imbalance"] for r in rows]  # None where it was not finite
+    known = [value for value in scaled if value is not None]
+    first, last = (sorted(part)[len(part) // 2] if part else float("nan") for part in (known[:20], known[-20:]))
     title = f"The imbalance goes from {first:.2g} to {last:.2g} (medians of 20 updates)"
     figure, axes = figure_with_axes(title, "β² · TB loss [reward²]")
-    axes.plot([r["step"] for r in rows], scaled, color=COLOURS["loss"])
-    if min(scaled) > 0:
+    axes.plot([r["step"] for r in rows], numbers(scaled), color=COLOURS["loss"])
+    if min(known, default=0) > 0:
         axes.set_yscale("log")
     return figure
 
@@ -134,31 +149,60 @@ def read_trace(run: Path) -> list[dict]:
     return json.loads((run / "timeline.json").read_text())["traceEvents"]
 
 
-def draw(run: Path) -> list[Path]:
-    """Draw all figures of a run's folder into its `figures/`; returns their paths."""
+def draw(run: Path) -> tuple[list[Path], list[str]]:
+    """Draw all figures of a run's folder into its `figures/`.
+
+    Returns the paths, and a line for each figure that could not be drawn: the others are drawn all the same.
+    """
     rows = read_jsonl(run / "metrics.jsonl")
     if not rows:
         raise ValueError(f"{run}/metrics.jsonl has no update in it: nothing to draw")
-    summary = json.loads((run / "summary.json").read_text())
-    figures = {
-        "accuracy": reward_and_accuracy(rows, summary["evaluations"]),
-        "loss": loss(rows),
-        "staleness": staleness(rows),
+    summary = read_json(run / "summary.json")
+    figures: dict[str, Callable[[], Figure]] = {
+        "accuracy": partial(reward_and_accuracy, rows, summary.get("evaluations", [])),
+        "loss": partial(loss, rows),
+        "staleness": partial(staleness, rows),
     }
     if (run / "timeline.json").exists():
-        trace = read_trace(run)
-        title = f"two seconds of a run with --sync {summary['sync']}: coloured is work, hatched is waiting"
-        figures["timeline"] = timeline({title: (trace, towards_the_end(trace, 2.0))})
+        figures["timeline"] = partial(_last_two_seconds, run, summary["sync"])
     (run / "figures").mkdir(exist_ok=True)
-    paths = []
+    paths, problems = [], []
     for name, figure in figures.items():
-        paths.append(run / "figures" / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-    return paths
+        try:
+            _save(figure(), run / "figures" / f"{name}.png")
+            paths.append(run / "figures" / f"{name}.png")
+        except Exception as error:
+            problems.append(f"figures/{name}.png was not drawn: {why(error)}")
+    return paths, problems
+
+
+def _last_two_seconds(run: Path, sync: str) -> Figure:
+    trace = read_trace(run)
+    title = f"two seconds of a run with --sync {sync}: coloured is work, hatched is waiting"
+    return timeline({title: (trace, towards_the_end(trace, 2.0))})
+
+
+def _save(figure: Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())
+
+
+def main(run: Path) -> str | None:
+    """Draw; returns the problem, if there is one."""
+    try:
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()  # the figures are ours: no font, size or TeX of the user's
+            paths, problems = draw(run)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    print(*paths, sep="\n")
+    return "; ".join(problems) or None
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not all((Path(sys.argv[1]) / f).exists() for f in ("metrics.jsonl", "summary.json")):
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         sys.exit("usage: python -m runtime.plots runs/<run>   (a folder with metrics.jsonl and summary.json)")
-    for path in draw(Path(sys.argv[1])):
-        print(path)
+    sys.exit(main(Path(sys.argv[1])))

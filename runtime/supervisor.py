@@ -18,13 +18,34 @@ from pathlib import Path
 from typing import Any
 
 from runtime import child
-from runtime.child import environment, uninterrupted
-from runtime.files import write_whole
+from runtime.child import Raised, environment, uninterrupted
+from runtime.files import bookkeeping, write_whole
 from runtime.metrics import Board
+
+MOMENT = 0.5  # seconds in which those affected by one fault report it, or end
 
 
 class Failed(RuntimeError):
     """A run that can't go on; the text says why."""
+
+
+def judge(errors: list[Raised], before: set[tuple[str, str]]) -> tuple[list[Raised], str | None]:
+    """What follows from the errors of one moment: the tracebacks to show, and why the run can't go on.
+
+    A searcher's error ends nothing (None), unless the same error came before or comes from two at once. If the run
+    ends, the earliest error is the one to show: the others may be consequences, and get a line.
+
+    Args:
+        errors: earliest first.
+        before: the kinds of those that were shown already.
+    """
+    kinds = [e.kind for e in errors]
+    mild = all(e.traceback and e.name.startswith("searcher-") for e in errors)
+    if mild and len(set(kinds)) == len(kinds) and not before & set(kinds):
+        return errors, None
+    said = [f"{e.name} raised {'the same again: ' if e.kind in before else ''}{e.text}" for e in errors]
+    said = [text if e.traceback else e.text for e, text in zip(errors, said, strict=True)]
+    return [e for e in errors[:1] if e.traceback and e.kind not in before], "; then ".join(dict.fromkeys(said))
 
 
 class Heartbeats:
@@ -62,6 +83,7 @@ class Supervisor:
         board: the shared notice board.
         logs: queue for their log records.
         heard: called with (name, kind, value) for each message.
+        raised: called with the errors of one moment, the earliest first.
         died: called with (name, how) for each child that ended while it should not have.
         timeout: seconds without a sign of life after which a child counts as hanging.
     """
@@ -73,14 +95,17 @@ class Supervisor:
         board: Board,
         logs: Queue,
         heard: Callable[[str, str, Any], None],
+        raised: Callable[[list[Raised]], None],
         died: Callable[[str, str], None],
         timeout: float,
     ) -> None:
-        self.ctx, self.out, self.board, self.logs, self.heard, self.died = ctx, out, board, logs, heard, died
+        self.ctx, self.out, self.board, self.logs = ctx, out, board, logs
+        self.heard, self.raised, self.died = heard, raised, died
         self.processes: dict = {}
         self.manager = None
         self.ending = False  # from now on a child may end
-        self._pipes: dict = {}  # name -> receiving end of its messages
+        self._pipes: dict[str, Connection] = {}  # name -> receiving end of its messages
+        self._errors: list[Raised] = []  # heard, and not reported yet
         self._pids = {"parent": os.getpid()}
         self._heartbeats = Heartbeats(timeout)
         self._hung: set[str] = set()
@@ -110,6 +135,8 @@ class Supervisor:
         process = self.processes[name]
         while process.is_alive() and go_on():
             self.listen(0.1)
+        if go_on():
+            self.listen(0)  # its last words
         process.kill()
         self.forget(name)
         return process.pid
@@ -129,34 +156,45 @@ class Supervisor:
 
     def _note_pid(self, name: str, pid: int) -> None:
         self._pids[name] = pid
-        write_whole(self.out / "pids.json", json.dumps(self._pids, indent=2) + "\n")
+        with bookkeeping("pids.json"):
+            write_whole(self.out / "pids.json", json.dumps(self._pids, indent=2) + "\n")
 
     # --- watching ---------------------------------------------------------------------------------------------
 
     def listen(self, timeout: float) -> None:
-        """Receive messages for up to `timeout` seconds; report children that died."""
+        """Receive messages for up to `timeout` seconds; report errors, then children that died."""
         sentinels = {p.sentinel: n for n, p in self.processes.items() if not self.ending or p.is_alive()}
         if self.manager and not self.ending:
             sentinels[self.manager._process.sentinel] = "buffer"
         ready = wait([*self._pipes.values(), *sentinels], timeout)
-        for name, pipe in list(self._pipes.items()):
-            if pipe in ready:
-                self._drain(name, pipe)
-        for sentinel in ready:
-            if sentinel in sentinels and not self.ending:
-                name = sentinels[sentinel]
-                self._drain(name, self._pipes.get(name))  # its last messages come before its death
-                self.died(name, self.how_it_ended(name))
+        dead = [sentinels[r] for r in ready if r in sentinels and not self.ending]
+        self._drain()  # after the deaths were seen: last messages come before them
+        if self._errors:
+            self._report_errors()
+        for name in dead:
+            self.died(name, self.how_it_ended(name))
 
-    def _drain(self, name: str, pipe: Connection | None) -> None:
-        while pipe and pipe.poll():
+    def _drain(self) -> None:
+        """Receive all messages that have come."""
+        for name, pipe in list(self._pipes.items()):
             try:
-                message = pipe.recv()
+                while pipe.poll():
+                    kind, value = pipe.recv()
+                    if kind == "error":
+                        self._errors.append(value)
+                    else:
+                        self.heard(name, kind, value)
             except (EOFError, OSError):  # closed, or killed in the middle of a message
                 del self._pipes[name]
                 pipe.close()
-                return
-            self.heard(name, *message)
+
+    def _report_errors(self) -> None:
+        """Report the errors of this moment in their order: one fault may show in several processes."""
+        for _ in range(0 if self.ending else 10):
+            time.sleep(MOMENT / 10)
+            self._drain()
+        errors, self._errors = sorted(self._errors), []
+        self.raised(errors)
 
     def how_it_ended(self, name: str) -> str:
         """The end of a child in words, also of one that hung."""
@@ -185,12 +223,21 @@ class Supervisor:
                     self.manager._process.kill()  # else others would wait for it while they end
                 raise Failed(f"{name} hangs: no sign of life for {self._heartbeats.timeout:g} s (--heartbeat-timeout)")
 
-    def is_gone(self, name: str, patience: float = 1.0) -> bool:
+    def is_gone(self, name: str, patience: float = 0.0) -> bool:
         """Whether a child has ended, or ends within `patience` seconds: others may fail because of it first."""
         process = self.manager and self.manager._process if name == "buffer" else self.processes.get(name)
         if process:
             process.join(patience)
         return bool(process) and not process.is_alive()
+
+    def printed(self, name: str) -> str:
+        """The last line that a child printed, in words: a crash in native code leaves it alone."""
+        path = self.out / f"{name}.log"
+        if path.is_file():
+            lines = path.read_text(errors="replace").split("\n")
+            if last := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+                return f"the last line that it printed, in {path}: {last[:300]}"
+        return "it printed nothing"
 
     # --- ending -----------------------------------------------------------------------------------------------
 
@@ -202,11 +249,17 @@ class Supervisor:
     def stop(self, deadline: Callable[[], float]) -> None:
         """Let the children end until `deadline()`, a time.time() that is asked repeatedly. Then kill the rest."""
         self.ending = True
-        while any(p.is_alive() for p in self.processes.values()) and time.time() < deadline():
-            self.listen(0.05)
-        self.kill()
-        for process in self.processes.values():
-            process.join()
+        try:
+            while any(p.is_alive() for p in self.processes.values()) and time.time() < deadline():
+                self.listen(0.05)
+        finally:  # nothing that goes wrong above leaves a process behind
+            self.kill()
+            for process in self.processes.values():
+                process.join()
+            self._stop_manager()
+        self.listen(0)  # last words
+
+    def _stop_manager(self) -> None:
         if self.manager:
             self.manager._process.kill()  # a shutdown would wait for a hanging one; it has nothing to save
             self.manager._process.join()

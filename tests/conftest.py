@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -60,24 +61,30 @@ def finished(tmp_path_factory, tiny_folder):
 
 
 class Job:
-    """A run of tba_min.py as a process of its own."""
+    """A run of tba_min.py as a process of its own.
 
-    def __init__(self, out: Path, *args: str, again: bool = False) -> None:
+    Args:
+        again: resume the run in `out`.
+        shell: a line of bash in which {} stands for the command; the job is then the shell.
+        env: further environment variables.
+        options: of subprocess.Popen.
+    """
+
+    def __init__(
+        self, out: Path, *args: str, again: bool = False, shell: str = "", env: dict | None = None, **options: object
+    ) -> None:
         self.out = out
         self.shm: set[str] = set()  # files in /dev/shm that its processes were seen to use
         self.tmp = Path(tempfile.mkdtemp(prefix="job-"))  # its own: sockets left can be seen; short, as they need it
         self.text = ""
         where = ["--resume" if again else "--out", str(out)]
         command = [sys.executable, str(ROOT / "tba_min.py"), *where, *map(str, args)]
+        if shell:
+            command = ["bash", "-o", "pipefail", "-c", shell.replace("{}", shlex.join(command))]
         self.output = open(self.tmp / "output", "w+")
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | {"TMPDIR": str(self.tmp)},
-        )
+        usual = {"stdout": self.output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        env = os.environ | {"TMPDIR": str(self.tmp)} | (env or {})
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, **usual | options)
 
     def wait(self, timeout: float = 240) -> int:
         """Wait for its end; keeps what it printed in `text`."""
@@ -109,7 +116,7 @@ class Job:
             process.kill()
 
     def printed(self) -> str:
-        return (self.tmp / "output").read_text()
+        return (self.tmp / "output").read_text(errors="replace")
 
     def family(self) -> list[psutil.Process]:
         """The run's parent and all its descendants."""
@@ -171,8 +178,8 @@ def start_job(tmp_path):
     """start_job(*args) -> Job; whatever still runs at the test's end is killed."""
     jobs: list[Job] = []
 
-    def start(*args: str, resume: Path | None = None) -> Job:
-        jobs.append(Job(resume or tmp_path / f"run{len(jobs)}", *args, again=bool(resume)))
+    def start(*args: str, resume: Path | None = None, **options: object) -> Job:
+        jobs.append(Job(resume or tmp_path / f"run{len(jobs)}", *args, again=bool(resume), **options))
         return jobs[-1]
 
     yield start

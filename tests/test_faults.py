@@ -5,7 +5,10 @@ The shorter ones use `--engine hf`, which starts in seconds; those where the eng
 
 import dataclasses
 import json
+import logging
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,8 +26,10 @@ from conftest import ENDLESS, ROOT, SHORT
 import tba_min
 from runtime.checkpoint import all_in, load_buffer
 from runtime.files import read_jsonl
+from runtime.metrics import Board
 from runtime.policy import load_policy
 from runtime.served_buffer import unpack
+from runtime.supervisor import Supervisor
 from tasks.start_model import make_model, make_tokenizer
 
 TIMES = {"seconds", "seconds_after", "busy_trainer", "busy_searchers"}  # of a row; the rest must repeat
@@ -198,8 +203,9 @@ def test_a_broken_line_to_the_buffer_is_told_in_one_line(monkeypatch, tmp_path, 
     run = object.__new__(tba_min.Run)
     run.config, run.out, run.result, run.interrupts = tba_min.Config(sync="barrier"), tmp_path, None, 0
     run.children, run.board, run.buffer, run.absent = mock.Mock(), mock.Mock(), mock.Mock(), set()
-    run.children.is_gone.side_effect = lambda name, _: has_died and name == "buffer"
+    run.children.is_gone.side_effect = lambda name, patience: has_died and name == "buffer"
     run.children.how_it_ended.return_value = "was killed by SIGKILL"
+    run.children.printed.return_value = "it printed nothing"
     monkeypatch.setattr(tba_min, "lead_sync", mock.Mock(side_effect=error))
     cause = (
         "buffer was killed by SIGKILL; "
@@ -258,6 +264,140 @@ def test_slow_is_not_dead(start_job, tmp_path, sync):
     assert max(seconds) > 2, "this test was not slow"
 
 
+# --- the first error is the one to show ---------------------------------------------------------------------------
+
+CHILDREN = """
+import ctypes, os, sys, time
+
+class Unsayable(Exception):
+    def __init__(self, a, b):  # can't be unpickled
+        self.lock = __import__("threading").Lock()  # can't be pickled
+    def __str__(self):
+        raise RuntimeError("no")
+
+class Child:
+    def at(self, when):
+        time.sleep(max(0, when - time.time()))
+
+def value_error(): raise ValueError("v" * 10)
+def key_error(): raise KeyError("k")
+def refused(): raise ConnectionRefusedError("the trainer is gone")
+def huge(): raise ValueError("h" * 3_000_000)
+def unsayable(): raise Unsayable(1, 2)
+def ends(): sys.exit(0)
+def wrong_input():
+    from runtime.files import ConfigError
+    raise ConfigError("--model: wrong")
+def crash():
+    print("native code speaks its last words", flush=True)
+    os.abort()
+def silent(): os._exit(1)
+def waits(): time.sleep(60)
+
+def main(child, act, when):
+    time.sleep(max(0, when - time.time()))
+    globals()[act]()
+"""
+FIRST = {  # who does what how many seconds after the start: {name: (act, seconds)} -> the failure, its traceback
+    "both at once": (
+        {"trainer": ("value_error", 0), "searcher-0": ("key_error", 0)},
+        ".* raised .*; then .* raised ", "Error",
+    ),
+    "searcher, then trainer": (
+        {"trainer": ("value_error", 0.1), "searcher-0": ("key_error", 0)},
+        "searcher-0 raised KeyError: 'k'; then trainer raised ValueError: vvvvvvvvvv$", "KeyError",
+    ),
+    "trainer, then two because of it": (
+        {"trainer": ("value_error", 0), "searcher-0": ("refused", 0.1), "searcher-1": ("refused", 0.2)},
+        "trainer raised ValueError: v*; then searcher-0 raised ConnectionRefusedError", "ValueError",
+    ),
+    "because of a trainer that says nothing": (
+        {"trainer": ("silent", 0), "searcher-0": ("refused", 0.1)},
+        "trainer ended with exit code 1; it printed nothing$", None,
+    ),
+    "a crash in native code": (
+        {"trainer": ("crash", 0), "searcher-0": ("refused", 0.1)},
+        "trainer was killed by SIGABRT; the last line that it printed, in .*: native code speaks its last words$", None,
+    ),
+    "larger than a pipe": (
+        {"trainer": ("huge", 0), "searcher-0": ("refused", 0.2)},
+        "trainer raised ValueError: h", "hhh",
+    ),
+    "no text, no pickle": (
+        {"trainer": ("unsayable", 0)},
+        "trainer raised Unsayable, whose text raised RuntimeError$", "Unsayable",
+    ),
+    "a task that exits": ({"trainer": ("ends", 0)}, "trainer raised SystemExit: 0$", "SystemExit"),
+    "no such module": ({"trainer": (None, 0)}, "trainer raised ModuleNotFoundError: No module named 'no", "nowhere"),
+    "wrong input, told by all": (
+        {"trainer": ("wrong_input", 0), "searcher-0": ("wrong_input", 0)},
+        "--model: wrong$", None,
+    ),
+    "two searchers, two errors, then one again": (
+        {"trainer": ("waits", 0), "searcher-0": ("key_error", 0), "searcher-1": ("value_error", 0)},
+        "searcher-. raised the same again: .*", "KeyError",
+    ),
+}  # fmt: skip
+
+
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in [*FIRST][1:]]
+
+
+@pytest.mark.parametrize("name", [*FIRST][:1] + SLOWLY)
+def test_the_first_error_is_the_one_to_show(tmp_path, monkeypatch, caplog, name):
+    """Real processes without models, under the parent's real rules."""
+    acts, expected, traceback = FIRST[name]
+    (tmp_path / "children.py").write_text(CHILDREN)
+    monkeypatch.syspath_prepend(tmp_path)
+    ctx = multiprocessing.get_context("spawn")
+    run = object.__new__(tba_min.Run)
+    run.config, run.out, run.result, run.interrupts = tba_min.Config(sync="eager", searchers=2), tmp_path, None, 0
+    run.board, run.errors, run.log, run.restarts = Board(ctx, 2), {}, logging.getLogger("tba_min"), 0
+    run.lost, run.absent, run.incarnations = [0, 0], set(), [0, 0]
+    when = time.time() + 2.5  # all have started by then
+    run.children = Supervisor(ctx, tmp_path, run.board, ctx.Queue(), run._heard, run._raised, run._died, 120)
+
+    def start(i: int | str) -> None:
+        child = f"searcher-{i}" if isinstance(i, int) else i
+        act, seconds = acts[child]
+        run.children.spawn(child, "children" if act else "nowhere", {}, "cpu", (act, when + seconds))
+
+    run._start_searcher = start
+    for child in acts:
+        start(int(child[9:]) if child.startswith("searcher") else child)
+    with caplog.at_level(logging.ERROR), pytest.raises(tba_min.Failed) as failed:
+        while time.time() < when + 30:
+            run.children.listen(0.05)
+    run.children.stop(lambda: 0.0)
+    text = "\n".join(record.getMessage() for record in caplog.records if record.name == "tba_min")
+    assert re.match(expected, str(failed.value)), failed.value
+    assert len(str(failed.value)) < 50_000 and len(text) < 50_000
+    shown = 2 if name.startswith("two searchers") else bool(traceback)
+    assert text.count("Traceback (most recent") == shown and (traceback is None or traceback in text), text
+    if name == "both at once":
+        assert str(failed.value).split()[0] == text.split(":")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("_", range(3))
+def test_trainer_and_searcher_raise_together(start_job, tiny_folder, tmp_path, _):
+    """The trainer's evaluation and a searcher's reward meet, and both raise."""
+    (tmp_path / "bad.py").write_text(
+        BAD.replace("import time", "import pathlib, time\nHERE = pathlib.Path(__file__).parent\n"
+        "def meet(me):\n    (HERE / me).touch()\n    while len(list(HERE.glob('met-*'))) < 2: pass\n"
+        "    raise ValueError(me)")
+        .replace("ACT", "meet('met-searcher')").replace("return len(answer) > 4", "meet('met-trainer')")
+    )  # fmt: skip
+    args = ["--reward-timeout", 0, "--model", tiny_folder, "--task", f"{tmp_path / 'bad.py'}:make_task"]
+    job = start_job(*SHORT, "--engine", "hf", *args)
+    assert job.wait(90) == 1
+    job.assert_nothing_left()
+    why = job.summary()["why"]
+    assert job.text.count("Traceback") == 1 and f"tba_min: the run failed: {why}" in job.text
+    assert re.fullmatch(r"(trainer|searcher-0) raised ValueError: met-\w+; then (trainer|searcher-0) raised .*", why)
+    assert job.summary()["ended_by"] == "a failure" and job.summary()["advice"] is None
+
+
 # --- errors in what the user brings -------------------------------------------------------------------------------
 
 
@@ -270,6 +410,10 @@ def test_an_error_in_a_reward_is_shown_once_and_ends_the_run(start_job, tiny_fol
     assert "in grading prompt '" in job.text and "+1=', answer '" in job.text
     assert "searcher-0 ended with exit code 1: started again" in job.text
     assert "the run failed: searcher-0 raised the same again: KeyError: 'no such grader'" in job.text
+    summary = job.summary()
+    assert (summary["ended_by"], summary["bottleneck"], summary["advice"]) == ("a failure", None, None)
+    assert summary["busy_searchers"] == [None] and summary["busy_trainer"] is None
+    assert not any(word in job.text for word in ("more searchers", "100%", "stop from outside"))
 
 
 @pytest.mark.slow
