@@ -26,6 +26,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from runtime import family
 from runtime.files import ConfigError
 from runtime.metrics import Board, Clock, save_spans
 from runtime.show import Screen
@@ -127,16 +128,18 @@ def prepare_buffer(board: Board) -> None:
 
 
 def prepare_process(name: str) -> None:
-    """Set the title, ignore Ctrl-C, and end when the parent ends."""
+    """Set the title, ignore Ctrl-C, end when the parent ends; and with this process all that a task starts in it."""
     from setproctitle import setproctitle
 
     setproctitle(f"tba_min {name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is blocked until here (see `uninterrupted`)
     tqdm.set_lock(threading.RLock())  # tqdm's default is a named semaphore, which a kill leaves behind
     parent = multiprocessing.parent_process()
+    multiprocessing.current_process().daemon = False  # a reward may start processes
 
     def watch() -> None:
         wait([parent.sentinel])
+        family.end_descendants()
         shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # the parent's folder of sockets
         os._exit(ORPHANED)
 
