@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config import START_MODEL, Config, ConfigError, parse, resolve, save, why_no_vllm
+from config import START_MODEL, Config, ConfigError, parse, record, resolve, save, why_no_vllm
 from runtime import checkpoint, child, preview
 from runtime.files import lock_folder
 from runtime.metrics import Board, merge_timeline
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             print(*preview.dry_run(config), sep="\n")
             return 0
         preview.check(config)
-        return Run(config, note).go()
+        return Run(config, note, record(asked, config)).go()
     except ConfigError as error:
         print(f"tba_min: {error}", file=sys.stderr)
         return EXIT_WRONG_OPTION
@@ -59,21 +59,21 @@ class Run:
     """One run, from its folder to its summary.
 
     Args:
-        note: a line to say at the start.
+        note: a line to say at the start; given: what config.record keeps of the command line.
 
     Raises:
         ConfigError: when the folder can't be used: another run is at work in it, or its checkpoint is damaged.
     """
 
-    def __init__(self, config: Config, note: str | None = None) -> None:
+    def __init__(self, config: Config, note: str | None = None, given: dict | None = None) -> None:
         # torch.multiprocessing is this, and the pickling of tensors: importing torch adds that in a child
         self.ctx = multiprocessing.get_context("spawn")
         self.started = time.time()
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.task.split(':')[0]).stem}-{os.getpid()}"
         self.out = Path(config.out or Path("runs") / name).resolve()
         self._lock = lock_folder(self.out)
-        self.start = checkpoint.last_in(self.out) if config.resume else None  # checkpoint to go on from
-        self.config, self.note = dataclasses.replace(config, out=str(self.out), resume=None), note
+        self.start = checkpoint.last_in(Path(config.resume)) if config.resume else None  # to go on from
+        self.config, self.note, self.given = dataclasses.replace(config, out=str(self.out), resume=None), note, given
         self.screen = Screen(self.config)
         self.board = Board(self.ctx, config.searchers)
         self.address = child.local_socket("weights")
@@ -89,7 +89,7 @@ class Run:
 
     def go(self) -> int:
         """Do it all; returns the exit code."""
-        save(self.config, self.out / "config.json")
+        save(self.config, self.out / "config.json", self.given)
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._interrupt)
         log_handler = child.start_logging(self.out / "run.log", self.screen)
