@@ -1,24 +1,32 @@
 """Every option of a run, with its constraint beside it.
 
 The command line is made from this file (`tba_min.py --help`), a section for each class below. `config.json` in a run's
-folder records the options as they were used, so that a run can be told from its folder. Symbols in brackets are the
-paper's (arXiv 2503.18929).
+folder records the options as they were used, so that a run can be told from its folder; and, as `given`, those that
+were given, so that a resumed run works out the others anew. Symbols in brackets are the paper's (arXiv 2503.18929).
 """
 
 import ctypes
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from runtime.files import ConfigError, check_model_files, read_json, write_whole
+from runtime import checkpoint
+from runtime.files import ConfigError, check_model_files, read_json, whole_path, write_whole
+from runtime.identity import model_hash, task_file, task_hash
+from runtime.machine import cpu_quota
 from runtime.placement import visible_gpus
 
-FIXED = ("task", "model", "bos", "loss", "log_z", "sync", "seed")  # options that a resumed run keeps
+log = logging.getLogger("tba_min.config")
+FIXED = ("bos", "loss", "log_z", "sync", "seed")  # options that a resumed run keeps, beside its task and model
+# options whose default follows from other options, or from the machine
+WORKED_OUT = ("engine", "gpus", "searchers", "threads", "cache", "max_seconds", "decay_steps", "generate_per_prompt")
+WORKED_OUT += ("beta_final", "recent_groups")
 START_MODEL = "start"  # --model: the small model that the task makes for itself
 
 INF = float("inf")
@@ -58,7 +66,8 @@ class Run:
     out: str | None = None
     """Folder of the run. Default: runs/<time>-<task>-<process id>."""
     resume: str | None = None
-    """Folder of a run to go on with from its last checkpoint, with its options unless others are given."""
+    """Folder of a run to go on with from its last checkpoint, or of one of its checkpoints; with the options that it
+    was given, unless others are given."""
     dry_run: bool = False
     """Print who runs on which GPU, what fits into its memory and what an update computes, and start nothing."""
     cache: str = ".cache"
@@ -279,17 +288,108 @@ def _refuse(event: Any) -> None:
 
 
 def parse(argv: list[str] | None) -> Config:
-    """The configuration of a command line; with --resume that run's, changed by the other options."""
-    config = read_command_line(argv, Config())
+    """What a command line asks for; with --resume that run's options, as they were given, changed by the others."""
+    config = with_whole_paths(read_command_line(argv, Config()))
     if config.resume is None:
         return config
-    out = Path(config.resume).resolve()
-    saved = load(out / "config.json")
-    config = read_command_line(argv, saved)
+    out, start = checkpoint.run_of(config.resume)
+    used, record = load_record(out / "config.json")
+    config = with_whole_paths(read_command_line(argv, as_given(used, record)))
+    if config.out not in (used.out, str(out)):
+        raise ConfigError(f"--out {config.out}: a resumed run stays in its folder, {out}; leave --out away")
     for name in FIXED:
-        if getattr(config, name) != getattr(saved, name):
-            raise ConfigError(f"{_option(name)} {getattr(config, name)}: the run to resume has {getattr(saved, name)}")
-    return dataclasses.replace(config, out=str(out), resume=str(out))
+        if getattr(config, name) != getattr(used, name):
+            raise ConfigError(f"{_option(name)} {getattr(config, name)}: the run to resume has {getattr(used, name)}")
+    config = dataclasses.replace(config, out=str(out), resume=str(start or out))
+    config = dataclasses.replace(config, task=_same_task(config, used, record))
+    config = dataclasses.replace(config, model=_place_of_model(config, used, record))
+    places = [start] if start else checkpoint.all_in(out / "checkpoints")
+    if places and (step := checkpoint.step_of(places[-1])) >= config.steps:
+        told = f"{places[-1]} is of update {step}, so nothing is left to do"
+        raise ConfigError(f"--steps {config.steps}: {told}; give a larger --steps to go on")
+    return config
+
+
+def with_whole_paths(config: Config) -> Config:
+    """The same with absolute paths. What does not look like a path, and is none, stays: a Hub name."""
+    paths = {name: whole_path(value, _option(name)) for name in ("out", "resume") if (value := getattr(config, name))}
+    if config.cache != Config.cache:  # the default is settled by `resolve`
+        paths["cache"] = whole_path(config.cache, "--cache")
+    if config.model.startswith(("~", "/", "./", "../")) or os.path.isdir(config.model):
+        paths["model"] = whole_path(config.model, "--model")
+    if file := task_file(config.task):
+        paths["task"] = f"{whole_path(str(file), '--task')}:{config.task.rpartition(':')[2]}"
+    return dataclasses.replace(config, **paths)
+
+
+# --- a run that is resumed ------------------------------------------------------------------------------------------
+
+
+def as_given(used: Config, record: dict) -> Config:
+    """A run's options with those open again that were worked out from others.
+
+    A run of an earlier version has no record. There an option is open when its value is what follows from the others.
+    """
+    options, defaults = record.get("options"), Config()
+    if options is None:
+        open_ = {name: getattr(defaults, name) for name in WORKED_OUT}
+        would = work_out(dataclasses.replace(used, **open_))
+        return dataclasses.replace(used, **{n: v for n, v in open_.items() if getattr(used, n) == getattr(would, n)})
+    return dataclasses.replace(used, **{name: options.get(name, getattr(defaults, name)) for name in WORKED_OUT})
+
+
+def _same_task(config: Config, used: Config, record: dict) -> str:
+    """The task of a resumed run. A task file may have moved, or been edited (that is said); another task is refused."""
+    began = _found_again(used.task, Path(config.out))
+    asked = began if config.task == with_whole_paths(used).task else config.task
+    old, new = task_file(began), task_file(asked)
+    if asked == began and old and not old.is_file():
+        raise ConfigError(f"--task {asked}: the run's task file is not there any more; name its new place so")
+    if not new or not new.is_file():
+        changed = False  # loading it says why
+    elif changed := record.get("task") not in (None, task_hash(asked)):
+        log.warning("tba_min: the task file %s has changed since the run began; it goes on with the new one", new)
+    functions = [spec.rpartition(":")[2] for spec in (asked, began)]
+    moved = old and new and functions[0] == functions[1] and (old.name == new.name or not changed)
+    if asked != began and not moved:
+        raise ConfigError(f"--task {asked}: the run to resume has {began}; its file may move, but must keep its name")
+    return asked
+
+
+def _found_again(spec: str, out: Path) -> str:
+    """A task's spec with an absolute path. Earlier versions kept it relative to a directory that is not known."""
+    file = task_file(spec)
+    if file is None or file.is_absolute():
+        return spec
+    found = [base / file for base in (Path.cwd(), *out.parents) if (base / file).is_file()]
+    return f"{found[0].resolve() if found else file.absolute()}:{spec.rpartition(':')[2]}"
+
+
+def _place_of_model(config: Config, used: Config, record: dict) -> str:
+    """The model of a resumed run, in the place that is given, or where it was; `resolve` compares the content."""
+    if config.model == START_MODEL != used.model:
+        raise ConfigError(f"--model {START_MODEL}: the run to resume has {used.model}; or give that one's new place")
+    if used.model == START_MODEL != config.model and "model" not in record:
+        raise ConfigError(f"--model {config.model}: the run to resume has {START_MODEL}")
+    if START_MODEL != config.model == used.model and not Path(used.model).is_dir():
+        if not (hub := record.get("hub")):
+            raise ConfigError(
+                f"--model {used.model}: the run's model is not there any more; give its new place with --model"
+            )
+        return hub
+    return config.model
+
+
+def _check_same_model(config: Config) -> None:
+    """Refuse a resumed run whose reference would be another model, wherever it lies."""
+    _, record = load_record(Path(config.out) / "config.json")
+    if "model" not in record and config.model != START_MODEL:
+        log.warning("tba_min: whether %s is the model that the run began with is not known", config.model)
+    if config.model != START_MODEL and record.get("model") not in (None, model_hash(Path(config.model))):
+        raise ConfigError(
+            f"--model {config.model}: its configuration or weights are not those that the run began with; "
+            "give the folder that has them, or start a new run"
+        )
 
 
 # --- from what was given to what is used ----------------------------------------------------------------------------
@@ -302,14 +402,26 @@ def resolve(config: Config) -> Config:
         ConfigError: one line that names the option and what would be right.
     """
     _check_values(config)
+    resolved = work_out(with_whole_paths(config))
+    _check_together(resolved)
+    _check_machine(resolved)
+    resolved = dataclasses.replace(resolved, model=_find_model(resolved.model, config.dry_run))
+    if config.resume and not config.dry_run:
+        _check_same_model(resolved)
+    return resolved
+
+
+def work_out(config: Config) -> Config:
+    """Fill in the defaults that depend on the machine or on other options."""
     gpus = visible_gpus() if config.gpus is None else config.gpus
     searchers = max(1, gpus - 1) if config.searchers is None else config.searchers
     processes = 1 if config.sync == "onpolicy" else 1 + max(1, searchers)
-    resolved = dataclasses.replace(
+    return dataclasses.replace(
         config,
         engine=_choose_engine(config, gpus),
         gpus=gpus,
         searchers=0 if config.sync == "onpolicy" else searchers,
+        cache=whole_path(config.cache, "--cache"),
         decay_steps=5 * config.steps // 6 if config.decay_steps is None else config.decay_steps,
         max_seconds=(55.0 if config.task == "addition" else 0.0) if config.max_seconds is None else config.max_seconds,
         generate_per_prompt=config.S,
@@ -317,9 +429,6 @@ def resolve(config: Config) -> Config:
         recent_groups=2 * config.prompts_per_batch if config.recent_groups is None else config.recent_groups,
         threads=config.threads or max(1, cores() // processes),
     )
-    _check_together(resolved)
-    _check_machine(resolved)
-    return dataclasses.replace(resolved, model=_find_model(resolved.model, config.dry_run))
 
 
 def _check_values(config: Config) -> None:
@@ -379,8 +488,9 @@ def _option(name: str) -> str:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use, or fewer where a container has a quota of their time."""
+    visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(visible, cpu_quota())))
 
 
 def installed_vllm() -> set[str]:
@@ -419,7 +529,7 @@ def _find_model(model: str, dry_run: bool) -> str:
     """
     if model == START_MODEL:
         return model
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         if not (Path(model) / "config.json").exists():
             raise ConfigError(f"--model {model}: the folder has no config.json; name a Hugging Face model folder")
         check_model_files(Path(model))
@@ -445,25 +555,62 @@ def _find_model(model: str, dry_run: bool) -> str:
 # --- a run's config.json --------------------------------------------------------------------------------------------
 
 
-def save(config: Config, path: Path) -> None:
-    """Write the configuration as JSON, whole or not at all."""
-    write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+def record(asked: Config, config: Config) -> dict:
+    """What config.json keeps beside the options as they were used.
+
+    Returns:
+        options: those that were given, in this start or an earlier one of the run.
+        model, task: the hashes by which a resumed run knows them (runtime/identity.py).
+        hub: the model's name on the Hub.
+    """
+    earlier = load_record(Path(config.out) / "config.json")[1] if config.resume else {}
+    names = {f.name for f in dataclasses.fields(Config)} - {"out", "resume"}
+    found = {"options": {n: getattr(asked, n) for n in sorted(names) if getattr(asked, n) != getattr(Config, n)}}
+    if config.model != START_MODEL:
+        found["model"] = earlier.get("model") or model_hash(Path(config.model))  # `resolve` has compared them
+        if not Path(asked.model).is_absolute():
+            found["hub"] = asked.model
+    if task := task_hash(config.task):
+        found["task"] = task
+    return earlier | found
+
+
+def save(config: Config, path: Path, given: dict | None = None) -> None:
+    """Write the configuration, and what `record` returned, as JSON, whole or not at all."""
+    entry = {"given": given} if given else {}
+    write_whole(path, json.dumps(dataclasses.asdict(config) | entry, indent=2) + "\n")
 
 
 def load(path: Path) -> Config:
-    """Read what `save` wrote.
+    """The options that `save` wrote, as they were used."""
+    return load_record(path)[0]
+
+
+def load_record(path: Path) -> tuple[Config, dict]:
+    """Read what `save` wrote. An option that the file does not have yet has its default.
 
     Raises:
         ConfigError: one line that names the file and what is wrong with it.
     """
     values = read_json(Path(path))
+    given = values.pop("given", {})
     kinds = get_type_hints(Config)
-    if names := set(values) ^ set(kinds):
-        raise ConfigError(f"{path} is of another version or damaged: its options differ in {', '.join(sorted(names))}")
-    for name, kind in kinds.items():
-        if not _is_a(values[name], kind):
-            raise ConfigError(f"{path} is damaged: {name} is {values[name]!r}")
-    return Config(**values)
+    if len(set(values) & set(kinds)) < len(kinds) / 2:
+        raise ConfigError(
+            f"{path} is damaged, or a model's: a run's folder, or a checkpoint inside one, can be resumed"
+        )
+    if unknown := sorted(set(values) - set(kinds)):
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise ConfigError(
+            f"{path} is of another version or damaged: this version has no option {', '.join(unknown[:5])}{more}"
+        )
+    for name, value in values.items():
+        if not _is_a(value, kinds[name]):
+            raise ConfigError(f"{path} is damaged: {name} is {value!r}")
+    options = given.get("options", {}) if isinstance(given, dict) else None
+    if not isinstance(options, dict) or any(n in kinds and not _is_a(v, kinds[n]) for n, v in options.items()):
+        raise ConfigError(f"{path} is damaged: given is {given!r}")
+    return Config(**values), given
 
 
 def _is_a(value: Any, kind: Any) -> bool:

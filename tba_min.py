@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config import START_MODEL, Config, ConfigError, parse, resolve, save, why_no_vllm
+from config import START_MODEL, Config, ConfigError, parse, record, resolve, save, why_no_vllm
 from runtime import checkpoint, child, preview
 from runtime.files import bookkeeping, lock_folder
 from runtime.metrics import Board
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             print(*preview.dry_run(config), sep="\n")
             return 0
         preview.check(config)
-        return Run(config, note).go()
+        return Run(config, note, record(asked, config)).go()
     except ConfigError as error:
         print(f"tba_min: {error}", file=sys.stderr)
         return EXIT_WRONG_OPTION
@@ -64,21 +64,22 @@ class Run:
     """One run, from its folder to its summary.
 
     Args:
-        note: a line to say at the start.
+        note: a line to say at the start; given: what config.record keeps of the command line.
 
     Raises:
         ConfigError: when the folder can't be used: another run is at work in it, or its checkpoint is damaged.
     """
 
-    def __init__(self, config: Config, note: str | None = None) -> None:
+    def __init__(self, config: Config, note: str | None = None, given: dict | None = None) -> None:
         # torch.multiprocessing is this, and the pickling of tensors: importing torch adds that in a child
         self.ctx = multiprocessing.get_context("spawn")
         self.started = time.time()
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(config.task.split(':')[0]).stem}-{os.getpid()}"
         self.out = Path(config.out or Path("runs") / name).resolve()
         self._lock = lock_folder(self.out)
-        self.start = checkpoint.last_in(self.out) if config.resume else None  # checkpoint to go on from
+        self.start = checkpoint.last_in(Path(config.resume)) if config.resume else None  # to go on from
         self.config, self.note = dataclasses.replace(config, out=str(self.out), resume=None), note
+        self.given = given or {}
         self.screen = Screen(self.config)
         self.board = Board(self.ctx, config.searchers)
         self.address = child.local_socket("weights")
@@ -98,7 +99,7 @@ class Run:
         """Do it all; returns the exit code."""
         handler = child.start_logging(self.out / "run.log", self.screen)
         with bookkeeping("config.json"):
-            save(self.config, self.out / "config.json")
+            save(self.config, self.out / "config.json", self.given)
         watch = (self._heard, self._raised, self._died, self.config.heartbeat_timeout)
         self.children = Supervisor(self.ctx, self.out, self.board, handler.queue, *watch)
         child.on_ending(self._interrupt)
@@ -124,7 +125,7 @@ class Run:
             self.log.error("tba_min: %s", why)
         outcome = {0: "completed", EXIT_INTERRUPTED: "interrupted", EXIT_FAILED: "failed"}[code]
         finish(
-            self.config, self.out, self.result or {}, run_log, outcome=outcome, why=why,
+            self.config, self.given, self.out, self.result or {}, run_log, outcome=outcome, why=why,
             stopped_by=self.stopped_by, busy_searchers=self.board.of_searchers("busy"), restarts=self.restarts,
             trajectories_lost=sum(self.lost), seconds_total=time.time() - self.started,
             resumed_from=str(self.start) if self.start else None,
@@ -147,7 +148,7 @@ class Run:
             return self.config.model
         from tasks.start_model import obtain
 
-        return obtain(self.config, self.children, self._go_on)
+        return obtain(self.config, self.given, self.children, self._go_on)
 
     def _go_on(self) -> bool:
         self.screen.tick()

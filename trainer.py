@@ -248,7 +248,7 @@ class Trainer:
         self.child.board.set(Board.TRAINER, "rl_start", self.rl_start)
 
     def _goes_on(self) -> bool:
-        limit = self.config.max_seconds or float("inf")
+        limit = self.seconds_before + (self.config.max_seconds or float("inf"))  # a resumed run's limit begins anew
         return self.learner.step < self.config.steps and self.seconds() <= limit and not self.child.board.stopping
 
     def _update(self, batch: Batch) -> None:

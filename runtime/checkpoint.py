@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from runtime.files import ConfigError, read_json, why
+from runtime.files import ConfigError, read_json, whole_path, why
 from runtime.metrics import Board
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tba_min.checkpoint")
 FORMAT = 1
+RUN_FILE = "config.json"
 MANIFEST = "manifest.json"
 HALF = ".writing-"  # a checkpoint that is being written, or whose writer died
 COPIED = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}  # what a model folder has beside weights
@@ -86,21 +87,78 @@ def clear_halves(root: Path) -> None:
         shutil.rmtree(half, ignore_errors=True)
 
 
-def last_in(out: Path) -> Path:
-    """The last checkpoint of a run's folder, checked.
+def step_of(place: Path) -> int:
+    """The update after which a checkpoint was written, from its folder's name."""
+    return int(place.name[5:])
+
+
+def run_of(text: str) -> tuple[Path, Path | None]:
+    """The run's folder that --resume means, and the checkpoint in it where one is named.
+
+    It may name the run, its checkpoints' folder, one checkpoint, or a file in any of them.
+
+    Raises:
+        ConfigError: one line that says what is there instead.
+    """
+    place = Path(whole_path(text, "--resume"))
+    for out in (place, *list(place.parents)[:3]):
+        inside = place.relative_to(out).parts
+        if not (out / RUN_FILE).is_file() or (out.parent.name == "checkpoints" and out.name.startswith("step-")):
+            continue
+        names = [p.name for p in all_in(out / "checkpoints")]
+        if inside[:1] == ("checkpoints",) and len(inside) > 1:
+            if inside[1] not in names:
+                raise ConfigError(f"--resume {text}: there is no such checkpoint; {_there(out, names)}")
+            return out, out / "checkpoints" / inside[1]
+        if not inside or place.exists():
+            return out, None
+        raise ConfigError(f"--resume {text}: there is no such folder; {_there(out, names)}")
+    if not place.exists():
+        raise ConfigError(f"--resume {text}: there is no such folder")
+    runs = sorted(place.glob(f"*/{RUN_FILE}"), key=lambda p: p.stat().st_mtime) if place.is_dir() else []
+    newest = f"; the newest one in it is {runs[-1].parent}" if runs else ""
+    raise ConfigError(f"--resume {text}: {RUN_FILE} is not there, so this is no run{newest}")
+
+
+def _there(out: Path, names: list[str]) -> str:
+    return f"{out} has {', '.join(names)}" if names else f"{out} has none"
+
+
+def last_in(place: Path) -> Path:
+    """The last checkpoint of a run's folder, or the one that is named itself, checked.
 
     Raises:
         ConfigError: one line that names the file and its problem.
     """
-    found = all_in(out / "checkpoints")
+    found = [place] if place.parent.name == "checkpoints" else all_in(place / "checkpoints")
     if not found:
-        raise ConfigError(f"--resume {out}: there is no checkpoint in it; start a new run")
+        raise ConfigError(f"--resume {place}: there is no checkpoint in it; start a new run")
     try:
         check(found[-1])
     except ConfigError as error:
-        other = f"; remove that folder to go on from {found[-2].name}" if len(found) > 1 else ""
-        raise ConfigError(f"--resume {out}: {error}{other}") from None
+        others = all_in(found[-1].parent)
+        before = [p for p in others if step_of(p) < step_of(found[-1])]
+        other = f"; --resume {before[-1]} goes on from the one before" if before else ""
+        raise ConfigError(f"--resume {place}: {error}{other}") from None
     return found[-1]
+
+
+def set_aside_after(start: Path) -> Path | None:
+    """Move what a run did after a checkpoint out of its way: later checkpoints, with a copy of the metrics so far.
+
+    Returns the folder where they are now, `checkpoints/aside-<n>`; None when there was nothing.
+    """
+    root = start.parent
+    later = [place for place in all_in(root) if step_of(place) > step_of(start)]
+    if not later:
+        return None
+    aside = root / f"aside-{1 + len(list(root.glob('aside-*')))}"
+    aside.mkdir()
+    if (metrics := root.parent / "metrics.jsonl").exists():
+        shutil.copy2(metrics, aside)
+    for place in later:
+        os.replace(place, aside / place.name)
+    return aside
 
 
 def check(place: Path) -> None:
@@ -272,6 +330,8 @@ def take_up(start: Path, board: Board, buffer: BaseProxy | None) -> tuple[int, i
 
     Returns the checkpoint's update, and the first incarnation number that no searcher had, so that no uid occurs twice.
     """
+    if aside := set_aside_after(start):
+        log.info("what the run did after %s is kept in %s", start.name, aside)
     progress, state = read_json(start / "progress.json"), load_buffer(start)
     if not buffer or not state:
         return progress["step"], 0

@@ -29,6 +29,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
+from runtime import family
 from runtime.files import ConfigError, Lines, bookkeeping, why
 from runtime.metrics import Board, Clock, save_spans
 from runtime.show import Screen
@@ -163,7 +164,7 @@ def prepare_buffer(board: Board) -> None:
 
 
 def prepare_process(name: str, board: Board | None = None) -> None:
-    """Set the title, ignore what asks the whole run to end, and end when the parent ends."""
+    """Set the title, ignore what asks the whole run to end; end when the parent ends, and with it what a task started."""
     from setproctitle import setproctitle
 
     setproctitle(f"tba_min {name}")
@@ -174,9 +175,11 @@ def prepare_process(name: str, board: Board | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)  # they are blocked until here (see `uninterrupted`)
     tqdm.set_lock(threading.RLock())  # tqdm's default is a named semaphore, which a kill leaves behind
     parent = multiprocessing.parent_process()
+    multiprocessing.current_process().daemon = False  # a reward may start processes
 
     def watch() -> None:
         wait([parent.sentinel])
+        family.end_descendants()
         shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # the parent's folder of sockets
         os._exit(ORPHANED)
 

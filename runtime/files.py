@@ -15,9 +15,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+ROOM = 65_536  # bytes that must be free in a run's folder at its start
+
 
 class ConfigError(ValueError):
     """An option, or a file that it names, is wrong. The text is one line with the problem and the remedy."""
+
+
+def whole_path(text: str, option: str) -> str:
+    """The absolute path that a user means: `~` is expanded, which a shell does not do after `=`; links are followed.
+
+    Raises:
+        ConfigError: when there is no such home folder, or links lead in a circle.
+    """
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise ConfigError(f"{option} {text}: there is no home folder {text.split('/')[0]}")
+    try:
+        path = Path(expanded).resolve()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a circle, no working directory, a zero byte
+        raise ConfigError(f"{option} {text}: {getattr(error, 'strerror', None) or error}") from None
+    return str(path)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -78,15 +98,18 @@ def safetensors_header(path: Path) -> dict[str, dict]:
     Raises:
         ConfigError: when the header is damaged, or the file is shorter or longer than the header says.
     """
-    size, problem = path.stat().st_size, None
+    problem = None
     try:
         with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, size)))
         header.pop("__metadata__", None)
         end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         if size != end:
             problem = f"has {size} bytes where its header asks for {end}"
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         problem = "does not begin with a safetensors header"
     if problem:
@@ -150,14 +173,24 @@ def lock_folder(folder: Path) -> TextIO:
     Returns the lock; keep it.
 
     Raises:
-        ConfigError: when another run has the lock.
+        ConfigError: when another run has the lock, or nothing can be written there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / ".lock", "w")
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.write(" " * ROOM)  # a full disk is found now rather than at the first line of metrics
+        lock.flush()
+        lock.truncate(0)
     except BlockingIOError:
         raise ConfigError(f"{folder}: a run is at work in this folder; end it first, or name another") from None
+    except OSError as error:
+        for place in made:
+            with contextlib.suppress(OSError):  # those that were never made
+                (place / ".lock").unlink(missing_ok=True)
+                place.rmdir()
+        raise ConfigError(f"--out {folder}: can't be written ({error.strerror}); name another folder") from None
     return lock
 
 

@@ -9,10 +9,11 @@ import os
 from pathlib import Path
 
 from config import START_MODEL, Config, ConfigError, why_no_vllm
-from runtime import memory
+from runtime import child, machine, memory
 from runtime.placement import Place, describe, gpu_names, installed_gpus, plan, smallest
 from tasks import load_task
 
+QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"  # semaphores of killed processes are removed silently
 MEASURED = Path(__file__).parents[1] / "bench" / "results" / "gpu_check.json"
 
 
@@ -118,16 +119,27 @@ def _folder(config: Config) -> Path | None:
 
 
 def check(config: Config) -> None:
-    """Refuse a run on GPUs whose model can't fit, before anything starts.
+    """Refuse a run that this machine can't hold, before anything starts or is written.
 
     Raises:
-        ConfigError: one line with the memory needed, the memory there is, and an option that would help.
+        ConfigError: one line with what is needed, what there is, and an option or command that would help.
     """
-    if config.gpus and (folder := _folder(config)):
+    folder = _folder(config)
+    if config.gpus and folder:
         try:
             fit(config, folder)
         except ConfigError as error:
             raise ConfigError(f"--gpus {config.gpus}: {error}") from None
+    folders = {"--out": Path(config.out or "runs").absolute()}
+    if not folder:  # a start model is made there
+        folders["--cache"] = Path(config.cache)
+    machine.check_folders(folders)
+    with child.environment({"PYTHONWARNINGS": QUIET}):  # multiprocessing's tracker starts here
+        machine.check()
+    child.local_socket("weights")
+    if folder and config.sync != "onpolicy" and not (config.gpus and config.weights != "shared-memory"):
+        width = 2 if config.gpus and config.engine == "vllm" else 4  # bytes; as make_publisher publishes
+        machine.check_shared_memory(2 * width * memory.read_shape(folder).parameters)
 
 
 def check_task(config: Config) -> None:

@@ -79,7 +79,7 @@ def run_summary(config: Config, result: dict, waits: dict, stopped_by: str | Non
     return summary
 
 
-def finish(config: Config, out: Path, result: dict, run_log: RunLog, **facts: object) -> None:
+def finish(config: Config, given: dict, out: Path, result: dict, run_log: RunLog, **facts: object) -> None:
     """Write summary.json, the figures and what else a run leaves, and say how it went: the summary first of all.
 
     Each of them may fail; then it is said, in summary.json too, and the others follow.
@@ -97,7 +97,7 @@ def finish(config: Config, out: Path, result: dict, run_log: RunLog, **facts: ob
         merge_timeline(out, spans)
     if not (out / "config.json").exists():  # it could not be written at the start
         with bookkeeping("config.json"):
-            save(config, out / "config.json")
+            save(config, out / "config.json", given)
     if result.get("steps"):
         with bookkeeping("figures"):
             if problem := _draw(out):

@@ -17,7 +17,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
-from runtime import child
+from runtime import child, family
 from runtime.child import Raised, environment, uninterrupted
 from runtime.files import bookkeeping, write_whole
 from runtime.metrics import Board
@@ -109,6 +109,10 @@ class Supervisor:
         self._pids = {"parent": os.getpid()}
         self._heartbeats = Heartbeats(timeout)
         self._hung: set[str] = set()
+        family.ask_for_orphans()
+        self._others = {p.pid for p in family.strangers(())}  # children that are none of this run's
+        self._detached: set[int] = set()  # orphans that came while all children lived: a task let them go on purpose
+        self._looked = time.monotonic()
 
     # --- starting ---------------------------------------------------------------------------------------------
 
@@ -118,8 +122,11 @@ class Supervisor:
         common = (module, name, self.board, sending, self.logs, device, self.out)
         process = self.ctx.Process(target=child.run, args=(*common, args), name=name, daemon=True)
         self.board.set(Board.row(name), "alive", time.time())
-        with uninterrupted(), environment(variables):
-            process.start()
+        try:
+            with uninterrupted(), environment(variables):
+                process.start()
+        except OSError as error:
+            raise Failed(f"{name} can't be started: {error.strerror}; too low a limit (`ulimit -u`, memory)?") from None
         sending.close()
         self.processes[name], self._pipes[name] = process, receiving
         self._note_pid(name, process.pid)
@@ -153,6 +160,11 @@ class Supervisor:
         if pipe:
             pipe.close()
         self._pids.pop(name)
+        family.end_strangers(self._known() | self._detached)  # what it had started
+
+    def _known(self) -> set[int]:
+        manager = {self.manager._process.pid} if self.manager else set()
+        return self._others | {p.pid for p in self.processes.values()} | manager
 
     def _note_pid(self, name: str, pid: int) -> None:
         self._pids[name] = pid
@@ -164,10 +176,12 @@ class Supervisor:
     def listen(self, timeout: float) -> None:
         """Receive messages for up to `timeout` seconds; report errors, then children that died."""
         sentinels = {p.sentinel: n for n, p in self.processes.items() if not self.ending or p.is_alive()}
+        # a sentinel is silent as long as a process that the child has forked lives: ask the system too
+        gone = [p.sentinel for p in self.processes.values() if not self.ending and not p.is_alive()]
         if self.manager and not self.ending:
             sentinels[self.manager._process.sentinel] = "buffer"
-        ready = wait([*self._pipes.values(), *sentinels], timeout)
-        dead = [sentinels[r] for r in ready if r in sentinels and not self.ending]
+        ready = [*wait([*self._pipes.values(), *sentinels], 0 if gone else timeout), *gone]
+        dead = [sentinels[r] for r in dict.fromkeys(ready) if r in sentinels and not self.ending]
         self._drain()  # after the deaths were seen: last messages come before them
         if self._errors:
             self._report_errors()
@@ -214,6 +228,7 @@ class Supervisor:
         """
         names = [n for n, p in self.processes.items() if p.is_alive()] + (["buffer"] if self.manager else [])
         beats = {name: self.board.get(Board.row(name), "alive") for name in names}
+        self._look_after_orphans()
         for name in self._heartbeats.late(beats):
             if name.startswith("searcher-"):
                 self._hung.add(name)
@@ -222,6 +237,14 @@ class Supervisor:
                 if name == "buffer":
                     self.manager._process.kill()  # else others would wait for it while they end
                 raise Failed(f"{name} hangs: no sign of life for {self._heartbeats.timeout:g} s (--heartbeat-timeout)")
+
+    def _look_after_orphans(self) -> None:
+        """Once per second: note those that were detached, collect the exit codes of those that have ended."""
+        if time.monotonic() - self._looked > 1:
+            self._looked = time.monotonic()
+            orphans = family.collect(self._known())
+            if all(process.is_alive() for process in self.processes.values()):
+                self._detached = {process.pid for process in orphans}
 
     def is_gone(self, name: str, patience: float = 0.0) -> bool:
         """Whether a child has ended, or ends within `patience` seconds: others may fail because of it first."""
@@ -265,3 +288,4 @@ class Supervisor:
             self.manager._process.join()
             with contextlib.suppress(OSError):
                 self.manager.shutdown()
+        family.end_strangers(self._known())

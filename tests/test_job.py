@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, SHORT, Job
 
+from config import cores
 from runtime.files import read_jsonl
 from runtime.plots import SPANS
 from runtime.summary import CURES
@@ -88,7 +88,7 @@ def test_the_whole_job(request, start_job, tiny_folder, mode):
 def assert_fair_threads(config, summary, searchers):
     """onpolicy has as many threads in its one process as the others have in all."""
     processes = 1 + searchers
-    assert summary["threads"] == config["threads"] == max(1, len(os.sched_getaffinity(0)) // processes)
+    assert summary["threads"] == config["threads"] == max(1, cores() // processes)
 
 
 @pytest.mark.slow

@@ -198,6 +198,23 @@ def test_what_a_killed_writer_left_is_cleared(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-4"]
 
 
+def test_what_came_after_a_checkpoint_is_set_aside_once_the_run_goes_on_from_it(tmp_path):
+    root = tmp_path / "checkpoints"
+    for step in (5, 10, 20):
+        checkpoint.write(root, step, fill, keep=9)
+    (tmp_path / "metrics.jsonl").write_text("rows")
+    assert checkpoint.set_aside_after(root / "step-20") is None
+    assert checkpoint.last_in(root / "step-5") == root / "step-5"
+    aside = checkpoint.set_aside_after(root / "step-5")
+    assert sorted(p.name for p in aside.iterdir()) == ["metrics.jsonl", "step-10", "step-20"]
+    assert checkpoint.last_in(tmp_path) == root / "step-5"  # a later resume
+    checkpoint.write(root, 10, fill, keep=1)  # another step-10, and the others are not counted
+    assert sorted(p.name for p in root.iterdir()) == ["aside-1", "step-10"]
+    checkpoint.write(root, 30, fill, keep=9)
+    assert checkpoint.set_aside_after(root / "step-10").name == "aside-2"
+    checkpoint.check(aside / "step-10")
+
+
 def test_a_run_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no checkpoint in it"):
         checkpoint.last_in(tmp_path)
