@@ -274,7 +274,7 @@ class HfEngine(Engine):
         row = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts))  # answer -> prompt
         ids, mask = (torch.as_tensor(x, device=self.model.device) for x in (ids, mask))
         started = {}
-        if width > 1 and max(counts) > 1:
+        if width > 1 and max(counts) > 1 and not self.model._is_stateful:  # Mamba's state is no list of keys
             # all but the last token: generate() starts with that one
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :-1]
             made = self.model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, use_cache=True)

@@ -37,6 +37,7 @@ MUST: dict[str, str | None] = {  # what must hold, whatever the shell says; None
     "VLLM_PORT": None,  # Kubernetes sets it for a service named vllm
     "VLLM_HOST_IP": None,
     "VLLM_WORKER_MULTIPROC_METHOD": None,
+    "VLLM_MAX_N_SEQUENCES": None,  # --generate-per-prompt decides
     "VLLM_USE_V2_MODEL_RUNNER": None,  # updates were tried with the usual one
     "VLLM_USE_FASTOKENS": None,  # token ids in, token ids out
     "LOCAL_RANK": None,  # of a torchrun around us

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from bench.architectures import ARCHITECTURES, KV, TEMPERATURE, changed, difference, make, measure, searcher_of
 from config import Config
 from runtime import inside_vllm
-from runtime.engine import Sampling, VllmEngine
+from runtime.engine import HfEngine, Sampling, VllmEngine
 from runtime.files import ConfigError
 from runtime.loading import load_parts
 from runtime.metrics import Clock
@@ -35,6 +35,20 @@ def test_after_two_updates_vllm_has_the_new_weights(name):
     limit = LIMITS.get(name, 1e-4)
     assert row["start"] < limit and row["updates"] < limit, row
     assert row["from_before"] > 0.05  # old weights would be seen
+
+
+MAMBA = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in ARCHITECTURES] + ["mamba"])
+def test_transformers_generates_with_each_too(name, tmp_path, monkeypatch):
+    """Mamba, a model without keys and values, is one that vLLM does not serve on a CPU."""
+    monkeypatch.setitem(ARCHITECTURES, "mamba", ("MambaConfig", MAMBA))
+    make(name, tmp_path)
+    model = changed(load_policy(str(tmp_path)))
+    engine = HfEngine(load_policy(str(tmp_path)), Sampling(TEMPERATURE, 12, (1,), 40, 8), pad=0)
+    engine.load_weights(named_weights(model))
+    assert difference(engine, model) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_tied_embeddings_are_tied_again(tied_folder):
         ("VLLM_PORT", "tcp://10.0.0.1:80", None),
         ("VLLM_HOST_IP", "10.9.9.9", None),
         ("LOCAL_RANK", "3", None),
+        ("VLLM_MAX_N_SEQUENCES", "2", None),
         ("TORCHDYNAMO_DISABLE", "0", "1"),
         ("VLLM_BATCH_INVARIANT", "1", None),
     ],
