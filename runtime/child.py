@@ -164,7 +164,7 @@ def prepare_buffer(board: Board) -> None:
 
 
 def prepare_process(name: str, board: Board | None = None) -> None:
-    """Set the title, ignore what asks the whole run to end; end when the parent ends, and with it what a task started."""
+    """Set the title, ignore what asks the whole run to end; end when the parent ends, with all that a task started."""
     from setproctitle import setproctitle
 
     setproctitle(f"tba_min {name}")

@@ -134,7 +134,7 @@ def check(config: Config) -> None:
     if not folder:  # a start model is made there
         folders["--cache"] = Path(config.cache)
     machine.check_folders(folders)
-    with child.environment({"PYTHONWARNINGS": QUIET}):  # multiprocessing's tracker starts here
+    with child.environment({"PYTHONWARNINGS": QUIET}), child.uninterrupted():  # multiprocessing's tracker starts here
         machine.check()
     child.local_socket("weights")
     if folder and config.sync != "onpolicy" and not (config.gpus and config.weights != "shared-memory"):
