@@ -118,6 +118,7 @@ def test_a_model_that_is_another_runs_checkpoint_leaves_none_of_its_bookkeeping(
     checkpoint.check(place)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_model_that_transformers_does_not_save_ends_well_and_resumes(start_job, tiny_folder, tmp_path):
     given = with_generation_config(tiny_folder, tmp_path / "m", GENERATION["temperature"])
     job = start_job(*SHORT, "--engine", "hf", "--model", tmp_path / "m")
