@@ -150,4 +150,5 @@ def _elsewhere(top: str) -> bool:
         spec = importlib.util.find_spec(top)
     except ValueError:  # a module without a spec
         return True
-    return bool(spec and spec.origin and ROOT not in Path(spec.origin).parents)
+    # an environment often lies in our folder: its libraries are none of ours
+    return bool(spec and spec.origin and Path(spec.origin).parent not in (ROOT, ROOT / top))

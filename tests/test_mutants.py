@@ -48,6 +48,7 @@ def modules_of(folder: Path) -> Iterator[None]:
     """The folder's modules stand in for those of the same names, which come back afterwards."""
     rooms = {path.stem for path in folder.iterdir()}
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in rooms}
+    finders = list(sys.meta_path)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -57,6 +58,7 @@ def modules_of(folder: Path) -> Iterator[None]:
         for name in [name for name in sys.modules if name.split(".")[0] in rooms]:
             del sys.modules[name]
         sys.modules.update(kept)
+        sys.meta_path[:] = finders
         importlib.invalidate_caches()
 
 

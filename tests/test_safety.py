@@ -147,7 +147,10 @@ def test_work_in_progress_is_a_sign_of_life_up_to_its_own_limit():
             time.sleep(0.7)  # the thread beats every half second
             return board.get(Board.SEARCHERS, "alive") > before
 
-    assert beats("inner")  # it starts: it imports, loads, and has no loop yet
+    assert beats("load")
+    started = board.get(Board.SEARCHERS, "alive")
+    time.sleep(0.7)
+    assert board.get(Board.SEARCHERS, "alive") > started  # it has no loop yet
     child.beat()
     assert [beats(name) for name in ("generate", "inner", "wait for sync", "hand over")] == [True, False, False, False]
     assert "reward" in LONG_WORK and not any(name.startswith("wait") for name in LONG_WORK)
