@@ -8,12 +8,14 @@ changes nearly every weight, and 15 GB would take half a minute before each star
 import hashlib
 from pathlib import Path
 
+from runtime.files import weight_files
+
 WHOLE, SAMPLES, SAMPLE = 2**30, 4096, 2**16  # bytes, samples, bytes
 
 
 def model_hash(folder: Path) -> str:
-    """SHA-256 over a model folder's config.json and *.safetensors."""
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    """SHA-256 over a model folder's config.json and the weights that are loaded; other files in it do not matter."""
+    files = [folder / "config.json", *weight_files(folder)]
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 

@@ -27,6 +27,13 @@ SHORT += ["--task", "tests/checksum.py:make_task"]
 ENDLESS = [*SHORT, "--steps", "100000", "--max-seconds", "0", "--engine", "hf"]
 
 
+def pytest_configure():
+    """Signals that the shell has switched off (nohup, a job in the background) are switched on for the runs here."""
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(signum) == signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked `gpu` are skipped where there is none."""
     if not visible_gpus():

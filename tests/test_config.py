@@ -504,6 +504,7 @@ def test_a_model_is_known_by_its_content(run, tmp_path, monkeypatch):
     assert "not those that the run began with" in not_resumed(out, "--model", f"{tmp_path}/other")
     assert "the run to resume has" in not_resumed(out, "--model", "start")
     (tmp_path / "model").rename(tmp_path / "new")
+    (tmp_path / "new" / "consolidated.safetensors").write_text("another form of it, which nobody loads")
     assert not_resumed(out).startswith(f"--model {tmp_path}/model: the run's model is not there any more")
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (f"{tmp_path}/new", "~/new", os.path.relpath(tmp_path / "new")):
