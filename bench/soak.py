@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.common import RESULTS, ROOT, machine
+from bench.common import RESULTS, ROOT, machine, table
 from runtime.checkpoint import all_in, load_buffer
 from runtime.files import read_jsonl
 from runtime.served_buffer import unpack
@@ -214,6 +214,12 @@ def flat(memory: list, name: str) -> tuple[int, int] | None:
     return tuple(round(max(part) / 1e6) for part in parts) if all(parts) else None
 
 
+def report(result: dict) -> str:
+    """A row for each kind of fault."""
+    rows = [[kind, times, result["seconds_at_most"][kind]] for kind, times in result["survived"].items()]
+    return table(["fault", "survived", "seconds until it trained again, at most"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30)
@@ -242,11 +248,10 @@ def main() -> None:
     found = check(soak, args.accuracy)
     found["left_in_dev_shm"] = sorted(path for path in soak.shm if os.path.exists(path))
     kinds = {kind: [d["seconds"] for d in done if d["fault"] == kind] for kind in FAULTS}
-    print(f"\n{'fault':30} {'survived':>8} {'seconds until it trained again, at most':>40}")
-    for kind, seconds in kinds.items():
-        print(f"{kind:30} {len(seconds):8} {max(seconds, default=0):40.1f}")
     result = {"machine": machine(), "engine": args.engine, "minutes": round(soak.now() / 60, 1), "seed": args.seed}
-    result |= {"survived": {kind: len(seconds) for kind, seconds in kinds.items()}, "faults": len(done)} | found
+    result |= {"survived": {kind: len(seconds) for kind, seconds in kinds.items()}, "faults": len(done)}
+    result |= {"seconds_at_most": {kind: max(seconds, default=None) for kind, seconds in kinds.items()}} | found
+    print(report(result))
     print(json.dumps(result, indent=2))
     if args.minutes >= 30:
         (RESULTS / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
