@@ -105,7 +105,8 @@ def make_task():
 """
 
 
-@pytest.mark.parametrize("method", ["__init__", pytest.param("load_weights", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["__init__", "load_weights"])
 def test_a_run_with_a_wrong_sampler_says_so(start_job, tiny_folder, tmp_path, method):
     """The task's file spoils the engine of the searcher's process: from its start, or at its first update."""
     from conftest import ROOT

@@ -350,11 +350,13 @@ def test_what_a_reward_started_ends_with_the_run(start_job, tiny_folder, tmp_pat
     detached = end != "a killed parent"
     text = LEAVES.replace("DETACHED", str(detached))
     write(tmp_path / "own", {"t.py": text, "buffer.py": "import time\ndef pause():\n    time.sleep(1234)\n"})
-    steps = ["--steps", 5] if end == "the last update" else ["--checkpoint-every", 0, "--heartbeat-timeout", 4]
+    steps = ["--steps", 500] if end == "the last update" else ["--checkpoint-every", 0, "--heartbeat-timeout", 4]
     args = ["--task", f"{tmp_path}/own/t.py:Task", "--model", tiny_folder]
     job = start_job(*ENDLESS, *args, *steps)
     file = tmp_path / "own" / "pids"
-    job.wait_for(lambda j: len(j.rows()) > 2 and file.exists() and file.read_text().count("\n") > 1)  # both sides
+    job.wait_for(  # both sides
+        lambda j: j.family() and len(j.rows()) > 2 and file.exists() and file.read_text().count("\n") > 1
+    )
     time.sleep(2.5)  # the parent has noted who is detached
     theirs = [psutil.Process(int(pid)) for pid in file.read_text().split() if psutil.pid_exists(int(pid))]
     assert end == "the last update" or len(theirs) == 8
