@@ -51,6 +51,7 @@ class Soak:
         self.output = open(self.tmp / "output", "a")  # noqa: SIM115
         self.began = time.time()
         self.longest_shutdown = 0.0
+        self.without_disk: list[int] = []  # updates in each time without disk
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -88,6 +89,10 @@ class Soak:
     def rows(self) -> list[dict]:
         path = self.out / "metrics.jsonl"
         return read_jsonl(path) if path.exists() else []
+
+    def trained(self) -> int:
+        rows = self.rows()
+        return rows[-1]["step"] + 1 if rows else 0
 
     def changed(self, name: str) -> float:
         return (self.out / name).stat().st_mtime
@@ -151,10 +156,12 @@ class Soak:
             self.wait(self.trains, 100)
         elif what == "without disk":
             trainer, said = psutil.Process(self.pid("trainer")), self.printed().count("was not written")
+            before = self.trained()
             trainer.rlimit(psutil.RLIMIT_FSIZE, (SMALL, psutil.RLIM_INFINITY))
             self.wait(lambda: self.printed().count("was not written") > said, 100)
             trainer.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
             self.wait(self.trains, 60)
+            self.without_disk.append(self.trained() - before)  # lines of metrics may be lost meanwhile
         elif victim == "Ctrl-C":
             self.process.send_signal(signal.SIGINT)
             if what == "twice":
@@ -187,10 +194,13 @@ def check(soak: Soak, wanted: float) -> dict:
     """The checks at the end of a run that was ended by Ctrl-C."""
     summary, rows = json.loads((soak.out / "summary.json").read_text()), soak.rows()
     uids = [t.uid for t in unpack(load_buffer(all_in(soak.out / "checkpoints")[-1])["trajectories"])]
+    steps = [row["step"] for row in rows]
+    missing = set(range(summary["steps"])) - set(steps)
     memory = {name: flat(soak.memory, name) for name in ("parent", "trainer", "buffer", "searcher-0")}
     found = {
-        "updates": len(rows),
-        "updates_all_there_once": [r["step"] for r in rows] == list(range(summary["steps"])),
+        "updates": summary["steps"],
+        "updates_all_there_once": steps == sorted(set(steps)) and len(missing) <= sum(soak.without_disk),
+        "lines_lost_without_disk": len(missing),
         "trained_as_many": summary["trajectories_trained"] == 256 * summary["steps"] == rows[-1]["trained"],
         "stored": len(uids),
         "no_uid_twice": len(set(uids)) == len(uids),

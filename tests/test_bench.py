@@ -127,12 +127,6 @@ def test_the_saved_table_is_shown(name):
     assert module(name).text(saved(name)["rows"]) in (ROOT / "docs/measurements.md").read_text()
 
 
-def test_the_soaks_table_is_shown():
-    result, shown = saved("soak"), (ROOT / "docs/operations.md").read_text()
-    assert module("soak").report(result) in shown
-    assert f"{result['minutes']:g} minutes, {result['faults']} faults, {result['updates']:,} updates" in shown
-
-
 def test_the_buffers_table_is_shown():
     rows = [r for r in saved("buffer")["rows"] if r.get("part") == "served"]
     assert rows and module("buffer").served_table(rows) in (ROOT / "docs/measurements.md").read_text()
