@@ -1,8 +1,8 @@
 """What a run is known by: its model and task by their content, so that they may move.
 
-A model is its config.json and its weights. Files up to 1 GiB are hashed whole, about a second. Of a larger file the
-hash takes the size, the header (each tensor's name and shape) and 4,096 samples of 64 KiB, spread evenly: training
-changes nearly every weight, and 15 GB would take half a minute before each start.
+A model is its config.json and its weights. Files up to 1 GiB are hashed whole. Of a larger file the hash takes the
+size, the header (each tensor's name and shape) and 4,096 samples of 64 KiB, spread evenly: training changes nearly
+every weight, and reading a whole large model would delay each start.
 """
 
 import hashlib

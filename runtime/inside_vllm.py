@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.files import ConfigError, weight_files
+from runtime.files import ConfigError, weight_files, why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,14 +76,14 @@ def import_vllm(device: str) -> list[str]:
     try:
         from vllm import envs
     except (ValueError, RuntimeError) as error:  # vLLM reads some variables when it is imported
-        raise ConfigError(f"vLLM can't be imported: {_first_line(error)}; look at the VLLM_ variables") from error
+        raise ConfigError(f"vLLM can't be imported: {why(error)}; look at the VLLM_ variables") from error
     given = [name for name in of_the_shell(device) if name in envs.environment_variables]
     for name in given:
         try:
             envs.environment_variables[name]()
         except Exception as error:  # each variable is parsed by a function of its own
             shown = f"{name}={os.environ[name]}"
-            raise ConfigError(f"{shown} in your shell: vLLM can't read it ({_first_line(error)}); unset it") from None
+            raise ConfigError(f"{shown} in your shell: vLLM can't read it ({why(error)}); unset it") from None
     from vllm import LLM  # noqa: F401 - vLLM's top level is lazy
 
     used = [f"{name}={os.environ[name]}" for name in given]
@@ -92,10 +92,6 @@ def import_vllm(device: str) -> list[str]:
         "vLLM uses these variables of your shell:": used,
     }
     return [f"{text} {', '.join(names)}" for text, names in told.items() if names]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 # --- starting -------------------------------------------------------------------------------------------------------
