@@ -17,8 +17,8 @@ from runtime.metrics import Clock
 from runtime.policy import load_policy, named_weights
 from tasks.start_model import make_tokenizer
 
-FAST = ("gemma3", "gpt_neox")  # a layer of buffers alone, Hugging Face's code inside vLLM
-LIMITS = {"bloom": 5e-3}  # vLLM has another form of GELU there
+FAST = ("gpt_neox",)  # Hugging Face's code inside vLLM
+LIMITS = {"bloom": 5e-3}  # it differs by 1.5e-3; why was not looked into
 
 
 @pytest.fixture(autouse=True)

@@ -483,9 +483,8 @@ def without_times(rows):
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
-@pytest.mark.parametrize(
-    "loss", ["--log-z learned --threads 1", pytest.param("--loss tba_prime", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["--log-z learned --threads 1", "--loss tba_prime"])
 def test_onpolicy_with_hf_repeats_and_resumes_bit_by_bit(start_job, tiny_folder, loss):
     """Two runs with one seed are the same run; and so is one that was killed and resumed on the way."""
     args = [*SHORT, "--engine", "hf", "--sync", "onpolicy", "--max-seconds", 0, "--model", tiny_folder, *loss.split()]
