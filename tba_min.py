@@ -237,7 +237,8 @@ class Run:
         """The errors of one moment, in their order. A searcher is started again when it has ended."""
         if self.children.ending or self.interrupts or self.result is not None:
             for e in errors:
-                self.log.error("while ending, %s raised %s", e.name, e.text)
+                known = e.kind in self.errors.values()  # has been told: in run.log alone
+                logging.getLogger("others" if known else "tba_min").error("while ending, %s raised %s", e.name, e.text)
                 if e.name == "trainer" and not self.result and self.interrupts < 2:
                     self.unsaved = f"the last checkpoint was not written: the trainer raised {e.text}"
             return

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -26,6 +27,7 @@ from conftest import ENDLESS, ROOT, SHORT
 import tba_min
 from runtime import checkpoint
 from runtime.checkpoint import all_in, load_buffer
+from runtime.child import Raised
 from runtime.files import read_jsonl
 from runtime.metrics import Board
 from runtime.policy import load_policy
@@ -474,6 +476,20 @@ def test_what_the_model_cannot_take_is_refused_in_one_line(start_job, tiny_folde
     assert job.text.count(expected) == 1 and "Traceback" not in job.text
     assert "started again" not in job.text
     job.assert_nothing_left()
+
+
+def test_an_error_that_was_told_is_not_told_again_while_the_run_ends(caplog):
+    """Trainer and searcher refuse the same prompt; which of them is heard before the end is chance."""
+    run = object.__new__(tba_min.Run)
+    run.children, run.interrupts, run.result, run.unsaved = SimpleNamespace(ending=True), 0, None, None
+    run.log = logging.getLogger("tba_min")
+    run.errors = {"trainer": ("--task x.py", "")}
+    run._raised(
+        [Raised(1.0, "searcher-0", "--task x.py: its prompt is long"), Raised(2.0, "searcher-1", "OSError: no")]
+    )
+    told = [(r.name, r.message) for r in caplog.records]
+    assert told[0] == ("others", "while ending, searcher-0 raised --task x.py: its prompt is long")
+    assert told[1] == ("tba_min", "while ending, searcher-1 raised OSError: no")
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
