@@ -9,7 +9,8 @@ A batch is P prompts x with K answers y each. For each answer, all [P, K]:
     loss = mean over [P, K] of (log Z(x) + log pi_theta(y|x) - log pi_ref(y|x) - r(x, y) / beta)^2
 
 Over all possible answers, the loss is zero exactly where pi_theta is the target: the policy with the best value of
-reward - beta * KL(pi_theta || pi_ref). It does not matter who wrote them: TB needs no importance weight, no critic.
+reward - beta * KL(pi_theta || pi_ref). Anybody may have written them, if they cover what pi_theta would write: TB needs
+no importance weight, no critic.
 Source: TBA (arXiv 2503.18929), section 3.2, equations 4 and 5; Malkin et al. 2022 (arXiv 2201.13259).
 """
 

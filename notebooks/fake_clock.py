@@ -2,26 +2,39 @@
 
 Trainer and searchers are generators. Each yields its next task with its (fake) seconds, or a condition to wait for.
 `FakeClock` puts these events in order and keeps spans like runtime/metrics.py's Clock. The buffer, its draws, the replay
-ratio and the order of prompts are the project's own functions. Only the pauses are written anew, in 70 lines: the loops
-of sync.py wait with threads and sleeps, which a generator can't play (tests/test_schedules.py plays them in fake time).
+ratio, a searcher's share of a sync and the order of prompts are the project's own functions. Only the pauses are written
+anew: the loops of sync.py wait with threads and sleeps, which a generator can't play (tests/test_schedules.py plays them
+in fake time).
 
-Departures from the real job: a searcher writes one group at a time (a real one has many in flight), reward and
-log pi_ref take no time, and the next batch is not fetched ahead. Here, `onpolicy` writes on all N + 1 devices and
-trains on one of them; `--sync onpolicy` is one process.
+Departures from the real job:
+
+- `onpolicy` has two forms. `--sync onpolicy` is one process in which all devices write and train together, and nobody
+  waits: set `together` to their speed as a multiple of one device's. With `together=0`, the default, it is what textbooks
+  draw: N + 1 devices write the batch, and one of them trains on it while the others wait.
+- Groups in flight cost `generate` seconds each, as if a searcher wrote one after the other. So the engine is full from
+  the first second, and none of it idles while a round's last answers end (a real engine's does).
+- All tokens of an answer come from the weights that began it; in a real `eager` run the weights change under way.
+- Reward, log pi_ref, drawing and handing over take no time, processes do not slow each other down, and the next batch
+  is not fetched ahead.
 """
 
 import heapq
 import itertools
+import json
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 
 from buffer import ReplayBuffer, Trajectory
 from runtime.metrics import trace_events
 from runtime.prompts import prompt_stream
-from sync import may_update
+from sync import brings_enough, may_update
 
+RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 Process = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
@@ -99,6 +112,10 @@ class Setting:
     spread: float = 0.5  # of this time: standard deviation of its logarithm; 0: always the same
     train: float = 2.0  # seconds of an update
     transfer: float = 0.1  # seconds to publish weights, and again to load them
+    pull: float | None = None  # seconds to load them, where they differ from those to publish them
+    in_flight: int = 1  # groups that a searcher has begun; in barrier it looks for a sync when all of them are finished
+    together: float = 0.0  # onpolicy: one process, so many times as fast as one device; 0: all write, one trains
+    buffer_capacity: int = 100_000  # trajectories
     recency_prob: float = 0.75  # m
     replay_ratio: float = 1.0  # most trajectories trained per trajectory written
     seed: int = 0
@@ -107,6 +124,11 @@ class Setting:
     def batch_size(self) -> int:
         """Trajectories of an update."""
         return self.prompts_per_batch * self.answers
+
+    @property
+    def loading(self) -> float:
+        """Seconds to load weights."""
+        return self.transfer if self.pull is None else self.pull
 
     @property
     def limit(self) -> float:
@@ -135,6 +157,7 @@ class Story:
     spans: dict[str, list[tuple[str, float, float]]]
     updates: list[Update]
     written: int  # trajectories
+    uses: Counter  # uid -> how often it was trained on, where it was
     seconds: float
 
     def idle(self, process: str) -> float:
@@ -142,8 +165,34 @@ class Story:
         return sum(end - start for what, start, end in self.spans[process] if what.startswith("wait")) / self.seconds
 
     def idle_searchers(self) -> float:
-        """The same, mean over the searchers."""
-        return float(np.mean([self.idle(name) for name in self.spans if name != "trainer"]))
+        """The same, mean over the searchers; 0 without any."""
+        waits = [self.idle(name) for name in self.spans if name != "trainer"]
+        return float(np.mean(waits)) if waits else 0.0
+
+    @property
+    def never(self) -> float:
+        """Share of the answers written that are never trained on, 0 to 1."""
+        return 1 - len(self.uses) / self.written
+
+    @property
+    def reuse(self) -> float:
+        """How often an answer is trained on, if it is trained on at all: 1 or more."""
+        return self.uses.total() / len(self.uses)
+
+    @property
+    def lost(self) -> float:
+        """Share of the searchers' time without a result, 0 to 1: they wait, or write answers that are never trained on."""
+        idle = self.idle_searchers()
+        return idle + (1 - idle) * self.never
+
+    @property
+    def written_per_trained(self) -> float:
+        """Answers written per answer trained, where one that is trained again counts each time."""
+        return self.written / (len(self.updates) * self.setting.batch_size)
+
+    def age(self, skip: int = 0) -> float:
+        """Mean age of the answers trained on, in updates, without the first `skip` updates."""
+        return float(np.mean([u.ages for u in self.updates[skip:]]))
 
     @property
     def rate(self) -> float:
@@ -180,6 +229,7 @@ class _Play:
     updates: list[Update] = field(default_factory=list)
     published: int = 0  # newest version
     written: int = 0  # trajectories
+    reported: int = 0  # of these, those that the replay ratio counts: a searcher reports when it can hand over
     wanted: int = 0  # barrier: syncs called by the trainer
     left: int = 0  # onpolicy: groups that nobody has begun to write
     writing: int = 0  # onpolicy: groups being written
@@ -191,11 +241,13 @@ class _Play:
         self.latencies = [np.random.default_rng([s.seed, i]) for i in range(s.searchers + 1)]  # the last: the trainer's
         self.streams = [prompt_stream(s.prompts, s.seed, i, s.searchers) for i in range(s.searchers)]
         self.stream = prompt_stream(s.prompts, s.seed, 0, 1)  # onpolicy: one, shared by all
+        self.uses: Counter = Counter()
         self.buffer = self._empty(0)
 
     def _empty(self, seed: int) -> ReplayBuffer:
         recent = 2 * self.setting.prompts_per_batch if self.setting.sync == "eager" else None
-        return ReplayBuffer(100_000, 100_000, recent, seed=self.setting.seed + seed)
+        capacity = self.setting.buffer_capacity
+        return ReplayBuffer(capacity, capacity, recent, seed=self.setting.seed + seed)
 
     def _seconds(self, i: int) -> float:
         """Seconds of writer i for its next group: log-normal with the setting's mean."""
@@ -214,20 +266,22 @@ class _Play:
     def _ready(self) -> bool:
         """Whether a batch may be drawn: enough prompts, and the replay ratio holds (the first batch is free)."""
         s = self.setting
-        enough = may_update(s, self.written, len(self.updates) * s.batch_size)
+        enough = may_update(s, self.reported, len(self.updates) * s.batch_size)
         return enough and self.buffer.stats()["prompts"] >= s.prompts_per_batch
 
     def _learn(self) -> Process:
-        """Draw, update, and publish every k updates."""
+        """Draw, update, and publish every k updates (one process has nobody to publish for)."""
         s, step, start = self.setting, len(self.updates), self.clock.now
         groups = self.buffer.sample(s.prompts_per_batch, s.answers, s.recency_prob)
-        yield "forward, backward", s.train
+        yield "forward, backward", s.train / (s.together or 1)
         flat = [t for group in groups for t in group]
+        self.uses.update(t.uid for t in flat)
         ages = [step - t.policy_version for t in flat]
         stamped = [step - self.stamps[t.uid] for t in flat]
         self.updates.append(Update(step, start, self.clock.now, ages, stamped, self.world.learn(groups)))
         if (step + 1) % s.k == 0:
-            yield "publish", s.transfer
+            if not s.together:
+                yield "publish", s.transfer
             self.world.publish(step + 1)
             self.published = step + 1
 
@@ -239,14 +293,16 @@ class _Play:
             yield from self._learn()
 
     def eager_searcher(self, i: int) -> Process:
-        version = 0
+        version, begun = 0, deque()
         while True:
             if self.published > version:
                 version = self.published
-                yield "pull weights", self.setting.transfer
-            prompt = next(self.streams[i])[1]
+                yield "pull weights", self.setting.loading
+            while len(begun) < self.setting.in_flight:
+                begun.append((next(self.streams[i])[1], version))
             yield "generate", self._seconds(i)
-            self.buffer.add(self._group(i, prompt, version))
+            self.buffer.add(self._group(i, *begun.popleft()))
+            self.reported += self.setting.answers
 
     # --- barrier: every k updates all pause, merge, take new weights ----------------------------------------------
 
@@ -269,15 +325,17 @@ class _Play:
     def barrier_searcher(self, i: int) -> Process:
         version, d_local = 0, []
         while True:
-            prompt = next(self.streams[i])[1]
-            yield "generate", self._seconds(i)
-            d_local += self._group(i, prompt, version)
-            if self.wanted > self.arrived[i]:
+            for _ in range(self.setting.in_flight):
+                prompt = next(self.streams[i])[1]
+                yield "generate", self._seconds(i)
+                d_local += self._group(i, prompt, version)
+            self.reported += self.setting.in_flight * self.setting.answers
+            if self.wanted > self.arrived[i] and brings_enough(d_local, self.setting, i):
                 self.buffer.add(d_local)
                 d_local = []
                 if self.published > version:
                     version = self.published
-                    yield "pull weights", self.setting.transfer
+                    yield "pull weights", self.setting.loading
                 self.arrived[i] += 1
                 yield "wait for sync", self._all_arrived(self.arrived[i])
 
@@ -299,7 +357,7 @@ class _Play:
             yield "wait for the trainer", self._work_left
             if len(self.updates) > version:
                 version = len(self.updates)
-                yield "pull weights", self.setting.transfer
+                yield "pull weights", self.setting.loading
             yield from self._write_some(i, version)
 
     def _write_some(self, i: int, version: int) -> Process:
@@ -311,6 +369,20 @@ class _Play:
             self.buffer.add(self._group(i, prompt, version))
             self.writing -= 1
 
+    def onpolicy_alone(self) -> Process:
+        """One process that does everything in turn."""
+        s = self.setting
+        for step in range(s.updates):
+            if step:
+                yield "pull weights", s.loading
+            self.buffer = self._empty(step)
+            while self.buffer.stats()["prompts"] < s.prompts_per_batch:
+                for _ in range(s.prompts_per_batch):
+                    prompt = next(self.stream)[1]
+                    yield "generate", self._seconds(0) / s.together
+                    self.buffer.add(self._group(0, prompt, step))
+            yield from self._learn()
+
     def _work_left(self) -> bool:
         return self.left > 0
 
@@ -318,11 +390,13 @@ class _Play:
         return not self.left and not self.writing
 
 
-def play_all(setting: Setting, world: Callable = Nothing, options: dict | None = None, **changes) -> dict[str, Story]:
-    """The same setting, with `changes`, in all three modes, each in a new world; barrier syncs every 2 updates."""
+def play_all(
+    setting: Setting, world: Callable = Nothing, options: dict | None = None, k: int = 4, **changes
+) -> dict[str, Story]:
+    """The same setting, with `changes`, in all three modes, each in a new world; barrier syncs every k updates."""
     out = {}
-    for sync, k in (("onpolicy", 1), ("barrier", 2), ("eager", 1)):
-        out[sync] = play(replace(setting, sync=sync, k=k, **changes), world(**(options or {})))
+    for sync, every in (("onpolicy", 1), ("barrier", k), ("eager", 1)):
+        out[sync] = play(replace(setting, sync=sync, k=every, **changes), world(**(options or {})))
     return out
 
 
@@ -333,17 +407,95 @@ def play(setting: Setting, world=None) -> Story:
         world: has `write`, `learn` and `publish`, like World in notebooks/toy.py; None: nothing is learnt.
 
     Raises:
-        ValueError: for a mode that does not exist, or a batch of more prompts than there are.
+        ValueError: for a mode that does not exist, fields that contradict each other, or a batch of more prompts than
+            there are.
     """
     if setting.sync not in ("eager", "barrier", "onpolicy"):
         raise ValueError(f"no mode {setting.sync!r}: eager, barrier or onpolicy")
     if setting.sync == "onpolicy" and setting.k != 1:
         raise ValueError(f"onpolicy publishes after every update, k = {setting.k} is none")
+    if setting.together and setting.sync != "onpolicy":
+        raise ValueError(f"only onpolicy can do everything together, not {setting.sync}")
     if setting.prompts < setting.prompts_per_batch:
         raise ValueError(f"a batch of {setting.prompts_per_batch} prompts, but there are {setting.prompts}")
     run = _Play(setting, world or Nothing())
-    processes: dict[str, Process] = {"trainer": getattr(run, f"{setting.sync}_trainer")()}
-    for i in range(setting.searchers):
-        processes[f"searcher {i}"] = getattr(run, f"{setting.sync}_searcher")(i)
+    if setting.sync == "onpolicy" and setting.together:
+        processes: dict[str, Process] = {"trainer": run.onpolicy_alone()}
+    else:
+        processes = {"trainer": getattr(run, f"{setting.sync}_trainer")()}
+        for i in range(setting.searchers):
+            processes[f"searcher {i}"] = getattr(run, f"{setting.sync}_searcher")(i)
     run.clock.run(processes)
-    return Story(setting, run.clock.spans, run.updates, run.written, run.clock.now)
+    return Story(setting, run.clock.spans, run.updates, run.written, run.uses, run.clock.now)
+
+
+# --- many stories, and other kinds of time --------------------------------------------------------------------------
+
+
+def by_second(stories: list[Story], metric: str, points: int = 200) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A metric of the updates over fake seconds: times [points], and values [stories, points] between the updates.
+
+    The times go from the first update of all to the end of the story that ends first. `metric` is "age" (the mean over
+    a batch), or one of those that the world's `learn` returns.
+    """
+    ends = [[u.end for u in story.updates] for story in stories]
+    times = np.linspace(max(e[0] for e in ends), min(e[-1] for e in ends), points)
+    return times, [np.interp(times, e, by_update(s, metric)) for e, s in zip(ends, stories, strict=True)]
+
+
+def by_update(story: Story, metric: str) -> list[float]:
+    """The same over updates: [updates]."""
+    return [float(np.mean(u.ages)) if metric == "age" else u.metrics[metric] for u in story.updates]
+
+
+def learn_without_a_clock(world, setting: Setting, age: int = 0, uses: int = 1) -> list[dict[str, float]]:
+    """The metrics of updates in which nothing but age and reuse is different.
+
+    Args:
+        age: updates between the weights that write a batch and the first update that trains on it.
+        uses: how many updates in a row train on the same batch.
+    """
+    stream, notes, batch = prompt_stream(setting.prompts, setting.seed, 0, 1), [], []
+    for step in range(setting.updates):
+        if step % uses == 0:
+            version = max(0, step - age)
+            known = {"uid": (0, 0, step), "policy_version": version, "version_last": version, "searcher": 0}
+            prompts = [next(stream)[1] for _ in range(setting.prompts_per_batch)]
+            batch = [
+                [Trajectory(prompt_id=p, **known, **a) for a in world.write(p, version, setting.answers)]
+                for p in prompts
+            ]
+        notes.append(world.learn(batch))
+        world.publish(step + 1)
+    return notes
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A case of bench/decoupling.py, measured with real processes, and the setting that plays it.
+
+    A trainer and one searcher; the engine keeps `in_flight` answers in flight, all of about the same length.
+    """
+
+    seconds: dict[str, float]  # of each row: median over the repeats
+    over_limit: dict[str, list[float]]  # the same ÷ the limit of the repeat, for each repeat
+    setting: Setting
+
+
+def bench(case: str) -> Bench:
+    """Read the measured seconds of a case, "balanced" or "unbalanced"; the times of the weights are bench/weights.py's."""
+    found, weights = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("decoupling", "weights"))
+    rows = [row for row in found["rows"] if row["case"] == case]
+    names = dict.fromkeys(row["what"] for row in rows)
+    seconds = {n: median(row["seconds"] for row in rows if row["what"] == n) for n in names}
+    over = {n: [row["over_limit"] for row in rows if row["what"] == n] for n in names}
+    small = [row for row in weights["rows"] if row["size"] == "1M"]  # about as large as the bench's model
+    config, updates = found["settings"]["cases"][case], found["settings"]["updates"][case]
+    prompts, answers = config["prompts_per_batch"], config["samples_per_prompt"]
+    setting = Setting(
+        searchers=1, updates=updates, prompts=512, prompts_per_batch=prompts, answers=answers, spread=0.0,
+        generate=seconds["generation alone"] / (updates * prompts), train=seconds["training alone"] / updates,
+        transfer=median(row["publish_ms"] for row in small) / 1000, pull=median(row["pull_ms"] for row in small) / 1000,
+        in_flight=config["in_flight"] // answers,
+    )  # fmt: skip
+    return Bench(seconds, over, setting)

@@ -1,9 +1,11 @@
 """The notebooks' figures: curves, histograms, and timelines of the fake clock."""
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from runtime.plots import figure_with_axes, timeline
 
@@ -12,16 +14,22 @@ METHODS = {  # one colour per method, in every notebook; purple is age, as in ru
     "policy gradient": "#ff7f0e",
     "clipped IS": "#2ca02c",
     "frozen KL": "#d62728",
+    "frozen KL + IS": "#b35806",
     "V-trace": "#e6ab02",
+    "V-trace, exact critic": "#222222",
     "onpolicy": "#7f7f7f",
     "barrier": "#8c564b",
     "eager": "#17a2b8",
-    "stored": "#c5b0d5",
+    "stored": "#9a9a9a",
     "drawn": "#7b4fa6",
     "default": "#1f77b4",
     "m = 0": "#9c9f1e",
-    "k = 100": "#e377c2",
-    "β = 0.002": "#d62728",
+    "k = 100": "#d62728",
+    "m = 0, k = 100": "#1b7837",
+    "m = 1, k = 100": "#b35806",
+    "m = 0.5, k = 100": "#17a2b8",
+    "pool of 320, k = 100": "#762a83",
+    "k = 20": "#e6ab02",
 }
 OTHERS = ("#222222", "#1b7837", "#b35806", "#2166ac", "#999999", "#762a83")  # for other curves, by their place
 
@@ -69,10 +77,25 @@ def curves(series: dict, xlabel: str, ylabel: str, title: str, log: str = "", da
     _draw_curves(axes, series, dashed)
     axes.set(xlabel=xlabel)
     for axis in log:
-        getattr(axes, f"set_{axis}scale")("log")
+        _logarithmic(axes, axis)
     _tick_each(axes, series)
     axes.legend()
     return figure
+
+
+def _logarithmic(axes, axis: str) -> None:
+    """A logarithmic scale whose ticks are plain numbers: 0.01, not 10 to the power of -2."""
+    getattr(axes, f"set_{axis}scale")("log")
+    ticks = getattr(axes, f"{axis}axis")
+    low, high = ticks.get_view_interval()
+    few = np.log10(high / low) < 1.5  # then powers of ten alone are too few
+    ticks.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    ticks.set_major_formatter(FuncFormatter(_plain))
+    ticks.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float, _: int) -> str:
+    return f"{value:g}"
 
 
 def _tick_each(axes, series: dict) -> None:
@@ -83,19 +106,28 @@ def _tick_each(axes, series: dict) -> None:
         axes.xaxis.minorticks_off()
 
 
-def curves_above(top: dict, bottom: dict, xlabel: str, ylabels: tuple[str, str], title: str, log: str = ""):
-    """Two panels of `curves` over one x axis; `log`: names of panels with a logarithmic y axis."""
+def curves_above(top: dict, bottom: dict, xlabel: str, ylabels: tuple[str, str], title: str, log: Sequence[str] = ()):
+    """Two panels of `curves` over one x axis; `log`: those with a logarithmic y axis, "top", "bottom", or "x"."""
+    names = dict(zip(("top", "bottom"), ylabels, strict=True))
+    panels = dict(zip(ylabels, (top, bottom), strict=True))
+    return stacked(panels, xlabel, title, [names.get(name, name) for name in log])
+
+
+def stacked(panels: dict, xlabel: str, title: str, log: Sequence[str] = ()):
+    """Panels of `curves` over one x axis, by their y labels; `log`: those with a logarithmic y axis, and "x"."""
     figure = Figure(figsize=(8, 4), layout="constrained")
-    panels = figure.subplots(2, sharex=True)
-    for axes, series, ylabel, name in zip(panels, (top, bottom), ylabels, ("top", "bottom"), strict=True):
+    known: set[str] = set()
+    for axes, (ylabel, series) in zip(figure.subplots(len(panels), sharex=True), panels.items(), strict=True):
         _draw_curves(axes, series)
-        axes.set_ylabel(ylabel)
-        if name in log:
-            axes.set_yscale("log")
-    panels[0].set_title(title)
-    panels[0].legend(fontsize=8, ncols=3)
-    panels[1].set_xlabel(xlabel)
-    _tick_each(panels[1], top)
+        axes.set_ylabel(ylabel, fontsize=8 if len(panels) > 2 else None)
+        for axis in ["y"] * (ylabel in log) + ["x"] * ("x" in log):
+            _logarithmic(axes, axis)
+        if set(series) - known:  # a legend where a name comes for the first time
+            axes.legend(fontsize=8, ncols=3)
+            known |= set(series)
+    figure.axes[0].set_title(title)
+    figure.axes[-1].set_xlabel(xlabel)
+    _tick_each(figure.axes[-1], next(iter(panels.values())))
     return figure
 
 
@@ -130,7 +162,7 @@ def histograms(panels: dict, bins, xlabel: str, title: str, log: bool = False):
         axes.title.set_fontsize(10)
         axes.grid(alpha=0.3)
         if log:
-            axes.set_yscale("log")
+            _logarithmic(axes, "y")
     figure.axes[0].set_ylabel("share of trajectories")
     figure.axes[0].legend()
     figure.suptitle(title)
@@ -144,5 +176,48 @@ def gantt(stories: dict, seconds: float, title: str, start: float = 0.0):
     for axes in figure.axes:
         axes.tick_params(labelsize=8)
         axes.title.set_fontsize(9)
+    figure.suptitle(title)
+    return figure
+
+
+def curves_beside(panels: dict, ylabels: tuple[str, str], title: str, dashed: tuple[str, ...] = ()):
+    """Two panels of `curves` side by side, by their titles: (series, xlabel)."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    for axes, (name, (series, xlabel)), ylabel in zip(figure.subplots(1, 2), panels.items(), ylabels, strict=True):
+        _draw_curves(axes, series, dashed)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set_title(name, fontsize=10)
+        axes.legend(fontsize=8)
+    figure.suptitle(title)
+    return figure
+
+
+def tradeoff(series: dict, labels: dict, xlabel: str, ylabel: str, title: str):
+    """Curves by name: (x [n], y [n]), and under each of their points its label, which may be empty."""
+    figure, axes = figure_with_axes(title, ylabel)
+    _draw_curves(axes, series)
+    for place, (name, (x, y)) in enumerate(series.items()):
+        for label, *point in zip(labels[name], x, y, strict=True):
+            style = {"fontsize": 8, "color": _colour(name, place), "textcoords": "offset points"}
+            axes.annotate(label, point, (4, -12), **style)
+    axes.set(xlabel=xlabel)
+    axes.margins(0.08)
+    axes.legend()
+    return figure
+
+
+def against_measured(panels: dict, xlabel: str, title: str):
+    """Measured numbers beside played ones; each panel holds, by name, (measured [repeats], played)."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    for axes, (name, rows) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        for place, (measured, played) in enumerate(rows.values()):
+            axes.plot([np.median(measured), played], [place, place], color="#999999", linewidth=1)
+            axes.scatter(measured, [place] * len(measured), s=22, color="#222222", label="measured")
+            axes.scatter([played], [place], s=60, marker="D", facecolors="none", edgecolors="#d62728", label="played")
+        axes.set(xlabel=xlabel, yticks=range(len(rows)), yticklabels=list(rows))
+        axes.set_title(name, fontsize=10)
+        axes.grid(alpha=0.3)
+    figure.axes[0].invert_yaxis()
+    figure.axes[-1].legend(*([h[:2] for h in figure.axes[-1].get_legend_handles_labels()]))
     figure.suptitle(title)
     return figure

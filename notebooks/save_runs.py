@@ -1,9 +1,10 @@
 """Make notebooks/saved/: the saved runs, for notebooks that should not wait for new ones.
 
-    python -m notebooks.save_runs [--cache .cache]        (five runs with vLLM on two quiet cores: 6 minutes)
+    python -m notebooks.save_runs [--cache .cache]        (25 runs with vLLM on two quiet cores: 20 minutes)
+    python -m notebooks.save_runs --only default          (the runs with this file's name, or `stream`)
 
-`default.json`, `m_0.json`, `huge_k.json` and `small_beta.json` are runs of notebook 6, reduced. `stream.npz` has all
-trajectories of a fifth run, for notebook 2, on 256 of the problems so that each comes again and again.
+Each JSON file has the three runs of a row of RUNS, reduced. `stream.npz` has all trajectories of a run of its own, for
+notebook 2, on 256 of the problems so that each comes again and again.
 """
 
 import argparse
@@ -12,16 +13,9 @@ import tempfile
 from pathlib import Path
 
 from config import Config, resolve
-from notebooks.saved_run import SAVED, keep, keep_stream, run_job
+from notebooks.saved_run import OPTIONS, RUNS, SAVED, SEEDS, keep, start_run
+from notebooks.stream import keep_stream
 from tba_min import Run
-
-SAME = ["--steps", "200", "--max-seconds", "0", "--eval-every", "10", "--eval-prompts", "250", "--seed", "0"]
-RUNS = {  # file: its mistake
-    "default": [],
-    "m_0": ["--recency-prob", "0"],
-    "huge_k": ["--sync-every", "100"],
-    "small_beta": ["--beta", "0.002"],
-}
 
 
 class Recording(Run):
@@ -58,16 +52,16 @@ def record_stream(cache: str, out: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cache", default=".cache")
-    parser.add_argument("--only", nargs="+", default=[*RUNS, "stream"])
+    names = [file for file, _ in RUNS.values()] + ["stream"]
+    parser.add_argument("--only", nargs="+", default=names, choices=names)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
-            out = str(Path(folder) / name)
-            if name == "stream":
-                record_stream(arguments.cache, out)
-            else:
-                run = run_job(Path(out), *SAME, *RUNS[name], "--gpus", "0", "--cache", arguments.cache)
-                keep(run, SAVED / f"{name}.json", timeline=name == "default")
+    for file, options in RUNS.values():
+        if file in arguments.only:
+            same = [*OPTIONS, *options, "--cache", arguments.cache]
+            keep([start_run([*same, "--seed", str(seed)]) for seed in SEEDS], SAVED / f"{file}.json", file == "default")
+    if "stream" in arguments.only:
+        with tempfile.TemporaryDirectory() as folder:
+            record_stream(arguments.cache, folder)
     for path in sorted(SAVED.iterdir()):
         print(f"{path.name:20} {path.stat().st_size / 1000:6.1f} kB")
 

@@ -1,7 +1,6 @@
-"""Runs for the notebooks: start one as a process of its own, or read one that is kept in the repository.
+"""Runs for the notebooks: start one as a process of its own, or read those that are kept in the repository.
 
-`keep` writes the data that the notebooks draw, out of a run's folder, to one JSON file. `keep_stream` writes a run's
-trajectories in order of arrival, without log mu. notebooks/save_runs.py makes both.
+`keep` writes the data that the notebooks draw, out of runs' folders, to one JSON file; notebooks/save_runs.py does.
 """
 
 import dataclasses
@@ -10,20 +9,33 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from buffer import ReplayBuffer, Trajectory
+from buffer import Trajectory
+from runtime import checkpoint
 from runtime.files import read_jsonl
 from runtime.metrics import trace_events
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVED = ROOT / "notebooks" / "saved"
-COLUMNS = ("step", "seconds", "seconds_after", "imbalance", "reward", "staleness", "staleness_max", "log_ratio_mu")
-COLUMNS += ("kl_ref", "distinct", "accuracy")
+COLUMNS = ("reward", "imbalance", "staleness", "staleness_max", "log_ratio_mu", "distinct")
+OPTIONS = ["--steps", "200", "--max-seconds", "0", "--gpus", "0", "--eval-every", "10", "--eval-prompts", "250"]
+OPTIONS += ["--checkpoint-every", "20", "--keep-checkpoints", "10"]  # to look back at
+SEEDS = (0, 1, 2)
+RUNS = {  # name: its file in saved/, and its options beside OPTIONS
+    "default": ("default", []),
+    "m = 0": ("m_0", ["--recency-prob", "0"]),
+    "k = 100": ("k_100", ["--sync-every", "100"]),
+    "m = 0, k = 100": ("m_0_k_100", ["--recency-prob", "0", "--sync-every", "100"]),
+    "m = 0.5, k = 100": ("m_05_k_100", ["--recency-prob", "0.5", "--sync-every", "100"]),
+    "m = 1, k = 100": ("m_1_k_100", ["--recency-prob", "1", "--sync-every", "100"]),
+    "pool of 320, k = 100": ("pool_320_k_100", ["--recent-groups", "320", "--sync-every", "100"]),
+    "k = 20": ("k_20", ["--sync-every", "20"]),
+}
+BINS = (0, 6, 12, 25, 50, 100)  # ages in trainer updates, from each number up to the next
 
 
 @dataclass
@@ -32,15 +44,41 @@ class SavedRun:
 
     config: dict  # config.json
     summary: dict  # summary.json
-    rows: list[dict]  # metrics.jsonl, the columns in COLUMNS
+    rows: list[dict]  # metrics.jsonl: step, and the columns in COLUMNS
     ages: dict[int, int]  # staleness in trainer updates -> trajectories trained at this staleness, in the whole run
+    looks: list[dict]  # `look_back` at each checkpoint
     trace: list[dict]  # two seconds of timeline.json, from its second 0 on
     answers: list[list[str]]  # held-out prompt, greedy answer before RL, after it
 
     @property
-    def accuracy(self) -> list[tuple[int, float, float]]:
-        """Held-out evaluations: trainer update, second of RL, share of right answers."""
-        return [tuple(e) for e in self.summary["evaluations"]]
+    def accuracy(self) -> tuple[list[int], list[float]]:
+        """Held-out evaluations: trainer updates, shares of right answers."""
+        return [e[0] for e in self.summary["evaluations"]], [e[2] for e in self.summary["evaluations"]]
+
+    @property
+    def end(self) -> float:
+        """Held-out accuracy, mean of the last three evaluations."""
+        return float(np.mean(self.accuracy[1][-3:]))
+
+    def course(self, column: str, width: int = 10) -> tuple[list[int], list[float]]:
+        """A column over trainer updates, as means of `width` updates."""
+        values = np.convolve([row[column] for row in self.rows], np.ones(width) / width, "valid")
+        return list(range(width, len(self.rows) + 1)), values.tolist()
+
+    def mean(self, column: str, first: int, last: int) -> float:
+        """A column's mean over the trainer updates from `first` to before `last`."""
+        return float(np.mean([row[column] for row in self.rows[first:last]]))
+
+    def looked(self, what: str) -> tuple[list[int], list[float]]:
+        """A number of `look_back` over trainer updates."""
+        return [look["step"] for look in self.looks], [look[what] for look in self.looks]
+
+
+def bands(runs: list[SavedRun], curve: str, *arguments) -> tuple[list[int], list[list[float]]]:
+    """The same curve of several runs: x, and y of each. `curve` is a method or property of SavedRun."""
+    curves = [getattr(run, curve) for run in runs]
+    found = [c(*arguments) if callable(c) else c for c in curves]
+    return found[0][0], [y for _, y in found]
 
 
 # --- starting and reading a run -------------------------------------------------------------------------------------
@@ -64,29 +102,35 @@ def run_job(out: Path, *options: str) -> SavedRun:
     return read_run(Path(out))
 
 
-def obtain(file: str, options: list[str], replay: bool) -> SavedRun:
-    """The saved run with this name, or a new run with these options, in a folder of its own."""
-    if replay:
-        return read_run(SAVED / f"{file}.json")
-    return run_job(Path(tempfile.mkdtemp()) / file, *options)
+def start_run(options: list[str]) -> SavedRun:
+    """A new run with these options, in a folder of its own that is removed when it has been read."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_job(Path(folder) / "run", *options)
 
 
-def read_run(place: Path) -> SavedRun:
-    """A run from its folder, or from a JSON file by `keep`."""
-    place = Path(place)
-    if place.is_file():
-        kept = json.loads(place.read_text())
-        kept["trace"] = _unflat(kept["trace"])
-        kept["ages"] = {int(age): n for age, n in kept["ages"].items()}
-        return SavedRun(**kept)
-    config, summary = (json.loads((place / f"{name}.json").read_text()) for name in ("config", "summary"))
-    full = read_jsonl(place / "metrics.jsonl")
+def read_run(out: Path) -> SavedRun:
+    """A run from its folder."""
+    config, summary = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "summary"))
+    full = read_jsonl(out / "metrics.jsonl")
     ages: Counter[int] = Counter()
     for row in full:
         ages.update({int(age): n for age, n in row["ages"].items()})
-    rows = [{c: row[c] for c in COLUMNS if c in row} for row in full]
-    trace = two_seconds(json.loads((place / "timeline.json").read_text())["traceEvents"])
-    return SavedRun(config, summary, rows, dict(sorted(ages.items())), trace, before_and_after(config, place))
+    rows = [{c: row[c] for c in ("step", *COLUMNS)} for row in full]
+    trace = two_seconds(json.loads((out / "timeline.json").read_text())["traceEvents"])
+    looks = [look_back(place, config["beta"]) for place in checkpoint.all_in(out / "checkpoints")]
+    return SavedRun(config, summary, rows, dict(sorted(ages.items())), looks, trace, before_and_after(config, out))
+
+
+def read_saved(name: str) -> list[SavedRun]:
+    """The kept runs with this name in RUNS, one for each of SEEDS."""
+    runs = json.loads((SAVED / f"{RUNS[name][0]}.json").read_text())["runs"]
+    for run in runs:
+        run["rows"] = [
+            dict(zip(run["rows"], values, strict=True)) for values in zip(*run["rows"].values(), strict=True)
+        ]
+        run["ages"] = {int(age): n for age, n in run["ages"].items()}
+        run["trace"] = _unflat(run["trace"])
+    return [SavedRun(**run) for run in runs]
 
 
 def two_seconds(trace: list[dict]) -> list[dict]:
@@ -121,28 +165,82 @@ def greedy(folder: str, config, count: int) -> tuple[list[str], list[str]]:
     return evaluate.prompts, evaluate.answers()
 
 
-# --- keeping one ----------------------------------------------------------------------------------------------------
+# --- looking back at a checkpoint -----------------------------------------------------------------------------------
 
 
-def keep(run: SavedRun, place: Path, timeline: bool) -> None:
-    """Write a run to one JSON file: numbers to four digits, the timeline only on request."""
-    summary = run.summary | {"evaluations": [[s, _short(t), _short(a)] for s, t, a in run.summary["evaluations"]]}
-    trace = run.trace if timeline else []
-    head = {
-        "config": {name: value for name, value in run.config.items() if name not in ("out", "cache")},
-        "summary": {name: _short(value) for name, value in summary.items() if name not in ("model", "checkpoint")},
-        "ages": run.ages,
-        "answers": run.answers,
-    }
-    rows = ",\n".join(json.dumps({name: _short(value) for name, value in row.items()}) for row in run.rows)
-    events = ",\n".join(json.dumps(_flat(e)) for e in trace)
+def look_back(place: Path, beta: float) -> dict:
+    """What a checkpoint's policy makes of all that its buffer holds.
+
+    Returns:
+        step: trainer updates so far.
+        coverage: the probability that the policy, asked a stored prompt again, writes an answer that the buffer holds
+            for this prompt (0 to 1, mean over prompts; exact, at temperature 1).
+        loss: beta^2 * TB loss of the groups whose age lies in each of BINS, None where there is none.
+    """
+    from runtime.served_buffer import unpack
+
+    stored, step = unpack(checkpoint.load_buffer(place)["trajectories"]), checkpoint.step_of(place)
+    log_pi = _log_pi(place, stored)
+    known: dict[int, dict[bytes, float]] = {}  # prompt -> answer -> log pi
+    groups: dict[tuple[int, int], list[float]] = {}  # prompt, version -> the answers' u
+    for t, here in zip(stored, log_pi, strict=True):
+        known.setdefault(t.prompt_id, {})[t.response.tobytes()] = here
+        groups.setdefault((t.prompt_id, t.policy_version), []).append(t.log_ref + t.reward / beta - here)
+    by_age: list[list[float]] = [[] for _ in BINS]
+    for (_, version), u in groups.items():
+        by_age[np.searchsorted(BINS, step - version, side="right") - 1].append(beta**2 * float(np.var(u)))
+    coverage = float(np.mean([np.exp(list(answers.values())).sum() for answers in known.values()]))
+    return {"step": step, "coverage": coverage, "loss": [float(np.mean(x)) if x else None for x in by_age]}
+
+
+def _log_pi(folder: Path, stored: list[Trajectory]) -> list[float]:
+    """log pi of each stored answer under a model folder, nats."""
+    import torch
+
+    from loss import sequence_logprobs
+    from runtime.policy import answer_logprobs, load_policy
+
+    model, out = load_policy(str(folder)), []
+    with torch.inference_mode():
+        for i in range(0, len(stored), 2048):
+            part = stored[i : i + 2048]
+            found = answer_logprobs(model, [t.prompt for t in part], [t.response for t in part], 0, 1.0)
+            out += sequence_logprobs(*found[:2]).tolist()
+    return out
+
+
+# --- keeping runs ---------------------------------------------------------------------------------------------------
+
+
+def keep(runs: list[SavedRun], place: Path, everything: bool) -> None:
+    """Write runs to one JSON file, a line for each part: numbers to three digits.
+
+    Args:
+        everything: also their timelines, ages and answers.
+    """
+    out = []
+    for run in runs:
+        part = {
+            "config": {name: value for name, value in run.config.items() if name not in ("out", "cache", "given")},
+            "summary": {name: value for name, value in run.summary.items() if name not in ("model", "checkpoint")},
+            "rows": {name: [row[name] for row in run.rows] for name in ("step", *COLUMNS)},
+            "ages": run.ages if everything else {},
+            "looks": run.looks,
+            "trace": [_flat(e) for e in run.trace] if everything else [],
+            "answers": run.answers if everything else [],
+        }
+        out.append(",\n".join(f'"{name}": {json.dumps(_short(value))}' for name, value in part.items()))
     place.parent.mkdir(parents=True, exist_ok=True)
-    start = json.dumps(head).removesuffix("}")
-    place.write_text(f'{start},\n"rows": [\n{rows}\n],\n"trace": [\n{events}\n]}}\n')
+    place.write_text('{"runs": [{\n' + "\n}, {\n".join(out) + "\n}]}\n")
 
 
 def _short(value):
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    """Numbers to three digits, everywhere inside."""
+    if isinstance(value, dict):
+        return {name: _short(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_short(part) for part in value]
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def _flat(e: dict) -> list:
@@ -159,100 +257,3 @@ def _unflat(rows: list[list]) -> list[dict]:
     for pid, name, start, length, track in (row for row in rows if len(row) == 5):
         spans[names[pid]].append((name, start / 1000, (start + length) / 1000, track))
     return trace_events(spans)
-
-
-# --- a stream of trajectories ---------------------------------------------------------------------------------------
-
-
-def keep_stream(packed: tuple, prompts: list[str], place: Path) -> None:
-    """Write packed trajectories (by `pack` of runtime/served_buffer.py) in order of arrival, without log mu."""
-    head, _, responses, _ = packed
-    small = {name: head[name].astype(np.uint16) for name in ("prompt_id", "policy_version", "version_last")}
-    small |= {"reward": head["reward"].astype(np.float16), "log_ref": head["log_ref"].astype(np.float16)}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    lengths = head["len"].astype(np.uint8)
-    np.savez_compressed(place, **small, len=lengths, responses=responses.astype(np.uint8), prompts=np.array(prompts))
-
-
-def read_stream(place: Path) -> tuple[list[Trajectory], list[str]]:
-    """Trajectories in order of arrival (log mu is 0: nothing here reads it), and the prompts' texts."""
-    kept = np.load(place)
-    ends = np.concatenate([[0], np.cumsum(kept["len"], dtype=np.int64)])
-    responses, prompts = kept["responses"].astype(np.int32), kept["prompts"].tolist()
-    columns = (kept[name].tolist() for name in ("prompt_id", "reward", "log_ref", "policy_version", "version_last"))
-    out = []
-    for i, (prompt, reward, log_ref, first, last) in enumerate(zip(*columns, strict=True)):
-        response = responses[ends[i] : ends[i + 1]]
-        nothing = np.zeros(len(response), np.float32)
-        out.append(
-            Trajectory(
-                (0, 0, i), prompt, np.zeros(1, np.int32), response, "stop", reward, log_ref, nothing, first, last, 0
-            )
-        )
-    return out, prompts
-
-
-def arrivals(stream: list[Trajectory]) -> Iterator[tuple[int, list[list[Trajectory]]]]:
-    """Each trainer update with its groups. An answer comes at the update of its newest weights, `version_last`."""
-    by_update: dict[int, dict[tuple, list[Trajectory]]] = {}
-    for t in stream:
-        groups = by_update.setdefault(t.version_last, {})
-        groups.setdefault((t.prompt_id, t.policy_version), []).append(t)
-    for update in range(max(by_update) + 1):
-        yield update, list(by_update.get(update, {}).values())
-
-
-def replay(
-    stream: list[Trajectory],
-    buffer: ReplayBuffer,
-    p: int,
-    k: int,
-    m: float,
-    inverse_temperature: float = 0.0,
-    every: int = 1,
-) -> list[dict]:
-    """Put a recorded stream through a buffer, draw a batch every `every` trainer updates. -> a row for each draw.
-
-    Nobody learns from the draws: the stream was written by a run with its own settings and doesn't change.
-    """
-    rows = []
-    for update, groups in arrivals(stream):
-        for group in groups:
-            buffer.add(group)
-        batch = None if update % every else buffer.sample(p, k, m, inverse_temperature)
-        if batch is None:
-            continue
-        seen = {"stored": buffer.contents(), "drawn": [t for group in batch for t in group]}
-        row = {"update": update, "held": len(seen["stored"])}
-        for name, trajectories in seen.items():
-            row |= {f"{name}_{what}": value for what, value in _look(trajectories, update).items()}
-        rows.append(row)
-    return rows
-
-
-def over_time(rows: list[dict], name: str, width: int = 1) -> tuple[list[int], list[float]]:
-    """A column of a replay as a curve: trainer updates, and means of `width` neighbours. A list becomes its mean."""
-    values = np.convolve([np.mean(row[name]) for row in rows], np.ones(width) / width, "valid")
-    return [row["update"] for row in rows][width - 1 :], values.tolist()
-
-
-def gathered(rows: list[dict], name: str, start: int = 0) -> list[int]:
-    """All numbers in a column of lists, from row `start` on."""
-    return [value for row in rows[start:] for value in row[name]]
-
-
-def as_text(t: Trajectory, prompts: list[str]) -> str:
-    """A trajectory of the addition task as readable text."""
-    from tasks.start_model import VOCABULARY
-
-    answer = "".join(VOCABULARY[i] for i in t.response)
-    return f"{prompts[t.prompt_id]}{answer:12} reward {t.reward:.0f}, written by version {t.policy_version}"
-
-
-def _look(trajectories: list[Trajectory], update: int) -> dict:
-    answers = {(t.prompt_id, t.response.tobytes()) for t in trajectories}
-    return {
-        "ages": [update - t.policy_version for t in trajectories],
-        "reward": float(np.mean([t.reward for t in trajectories])),
-        "distinct": len(answers) / len(trajectories),
-    }

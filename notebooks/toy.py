@@ -67,6 +67,18 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
+def exact_critic(log_pi: Tensor, shaped: Tensor) -> Tensor:
+    """Expected shaped reward from each of the 85 beginnings on, if pi writes the rest. [B, 256] x 2 -> [B, 85]
+
+    The sequences are in order, so those with one beginning are neighbours.
+    """
+    values = []
+    for t in range(LENGTH):
+        p, ahead = (x.view(len(x), VOCABULARY**t, -1) for x in (log_pi, shaped))  # [B, beginnings, ways to go on]
+        values.append((p.softmax(-1) * ahead).sum(-1))
+    return torch.cat(values, 1)
+
+
 def effective_share(log_ratio: Tensor) -> Tensor:
     """Effective sample size over the number of samples, 1/K to 1: (sum w)^2 / (K sum w^2). [..., K] -> [...]"""
     return (2 * log_ratio.logsumexp(-1) - (2 * log_ratio).logsumexp(-1)).exp() / log_ratio.shape[-1]
@@ -75,6 +87,16 @@ def effective_share(log_ratio: Tensor) -> Tensor:
 def worth(log_pi: Tensor, log_ref: Tensor, reward: Tensor, beta: float) -> Tensor:
     """J of a policy: mean reward minus beta times the KL from the reference. [B, 256] x 3 -> [B], reward units."""
     return (log_pi.exp() * reward).sum(-1) - beta * kl(log_pi, log_ref)
+
+
+def fooling(target: Tensor, drawn: Tensor) -> Tensor:
+    """A policy that has the target's probabilities for the `drawn` answers alone; all others share the rest evenly.
+
+    TB on these answers can't tell it from the target. target: [256] nats; drawn: [K] indices -> [256] nats
+    """
+    seen = torch.zeros(len(target), dtype=torch.bool).index_fill(0, drawn, True)
+    rest = target[~seen].logsumexp(0) - (~seen).sum().log()
+    return torch.where(seen, target, rest)
 
 
 @dataclass
@@ -156,6 +178,7 @@ class Course:
     log_z: Tensor  # [updates, B] VarGrad's estimate
     log_ratio: Tensor  # [updates, B, K] log pi - log mu of the drawn answers
     log_pi: Tensor  # [B, 256] at the end
+    table: Tensor  # [B, 85, 4] logits at the end
     untrained: Tensor  # [B] KL at the start
 
 
@@ -168,9 +191,11 @@ def learn(
     updates: int,
     k: int = 16,
     optimizer: str = "adam",
+    critic_is_exact: bool = False,
     clip: float = CLIP,
     critic_rate: float = 0.05,
     seed: int = 1,
+    same: Tensor | None = None,
 ) -> Course:
     """Train B rows at once: they share nothing but the clock.
 
@@ -179,13 +204,15 @@ def learn(
     Args:
         lags: [B] int64, trainer updates.
         rates: learning rates; each takes an equal share of the rows, in order.
+        critic_is_exact: V-trace gets the present policy's `exact_critic` in place of one that learns.
         clip: largest importance weight of a whole answer, for losses that have one.
         critic_rate: learning rate of V-trace's critic.
         seed: of the draws.
+        same: [B, k] sequences from which every update learns, whoever wrote them; None: fresh ones.
     """
     rows = torch.arange(len(lags))
     tables = [part.clone().requires_grad_() for part in start.table.chunk(len(rates))]
-    critic = torch.zeros(len(lags), STATES, requires_grad=loss == "V-trace")
+    critic = torch.zeros(len(lags), STATES, requires_grad=loss == "V-trace" and not critic_is_exact)
     groups = [{"params": [table], "lr": rate} for table, rate in zip(tables, rates, strict=True)]
     if critic.requires_grad:
         groups.append({"params": [critic], "lr": critic_rate})
@@ -199,17 +226,21 @@ def learn(
         history[step] = table.detach()
         token_pi, token_mu = (token_log_probabilities(t) for t in (table, history[(step - lags).clamp(min=0), rows]))
         log_pi, log_mu = token_pi.sum(-1), token_mu.sum(-1)  # [B, 256]
+        if critic_is_exact:
+            critic = exact_critic(log_pi.detach(), start.reward - beta * (log_pi.detach() - log_ref))
         mu = log_mu.exp().nan_to_num(1.0)  # diverged rows run on; nobody uses them
-        drawn = torch.multinomial(mu, k, replacement=True, generator=draws)  # [B, K]
+        drawn = torch.multinomial(mu, k, replacement=True, generator=draws) if same is None else same  # [B, K]
         answers = look_up(rows, drawn, token_pi, token_mu, log_ref, start.reward, critic, beta, clip)
         stepper.zero_grad()
         (LOSSES[loss](answers) * len(lags)).backward()  # a sum over rows: each has its own gradient
         stepper.step()
         _note(notes, answers, log_pi.detach(), target)
-    with torch.no_grad():
-        final = log_probabilities(torch.cat(tables))
+    table = torch.cat(tables).detach()
     return Course(
-        **{name: torch.stack(rows) for name, rows in notes.items()}, log_pi=final, untrained=kl(log_ref, target)
+        **{name: torch.stack(rows) for name, rows in notes.items()},
+        log_pi=log_probabilities(table),
+        table=table,
+        untrained=kl(log_ref, target),
     )
 
 
@@ -248,11 +279,23 @@ def by_lag(
     return final_kl(course, last).view(len(lags), seeds), course
 
 
-def by_rate(loss: str, lag: int, rates: list[float], seeds: int, beta: float, updates: int, last: int = 100) -> Tensor:
-    """Train at every learning rate with every seed. -> final KL [rates, seeds]"""
-    start = repeated(problem(seeds), len(rates))
-    course = learn(loss, start, beta, torch.full((len(rates) * seeds,), lag), rates, updates)
-    return final_kl(course, last).view(len(rates), seeds)
+def by_training(
+    loss: str, lag: int, rates: list[float], seeds: int, beta: float, marks: list[float], seed: int = 1
+) -> Tensor:
+    """Train at every learning rate, each for the same training: its updates times its rate.
+
+    Args:
+        marks: amounts of training, rising; a rate makes mark / rate updates.
+
+    Returns:
+        KL [rates, marks, seeds]: the mean over the last tenth of the training before each mark.
+    """
+    lags, found = torch.full((seeds,), lag), []
+    for rate in rates:
+        ends = [round(mark / rate) for mark in marks]
+        course = learn(loss, problem(seeds), beta, lags, [rate], ends[-1], seed=seed)
+        found.append(torch.stack([course.kl[end - max(end // 10, 1) : end].mean(0) for end in ends]))
+    return torch.stack(found)
 
 
 def repeated(p: Problem, times: int) -> Problem:
@@ -292,16 +335,48 @@ def gradient_noise(
     u = log_ref + reward / beta - log_pi  # [256]
     exact = s.T @ (log_pi.exp() * -u)  # a constant log Z adds nothing to the mean
     drawn = torch.multinomial(log_pi.exp(), groups * k, True, generator=torch.Generator().manual_seed(seed))
-    u = u[drawn].view(groups, k)
+    drawn = drawn.view(groups, k)
     if baseline == "VarGrad":
-        residual = (u.mean(1, keepdim=True) - u) * (k / (k - 1))
+        residual = (u[drawn].mean(1, keepdim=True) - u[drawn]) * (k / (k - 1))
     else:
         log_z = exact_log_z(log_ref, reward, beta) if baseline == "exact log Z" else 0.0
-        residual = log_z - u
-    gradient = (
-        torch.stack([r @ s[d] for r, d in zip(residual, drawn.view(groups, k), strict=True)]) / k
-    )  # [groups, 340]
+        residual = log_z - u[drawn]
+    weight = torch.zeros(groups, len(u)).scatter_add_(1, drawn, residual / k)  # of each sequence in each group
+    gradient = weight @ s  # [groups, 340]
     return float((gradient - exact).square().sum(1).mean() / exact.square().sum())
+
+
+def directions(
+    table: Tensor, log_mu: Tensor, p: Problem, beta: float, clip: float, k: int = 16, groups: int = 400, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Where the gradients of "clipped IS" point, on groups of k answers that mu wrote; a row for each prompt.
+
+    Args:
+        table: [B, 85, 4] of the policies pi.
+        log_mu: [B, 256] of the policies that wrote.
+        p: the B prompts.
+        clip: largest weight. Towards 0 all weights become equal, and the direction is TB's.
+
+    Returns:
+        Degrees between the mean gradient (exact) and that of -J [B]; and the gradients' noise [B]: the root mean square
+        of their distance from the mean (sampled), as a multiple of the mean's length.
+    """
+    draws, found = torch.Generator().manual_seed(seed), []
+    log_ref, log_pi = p.log_ref, log_probabilities(table)
+    for i in range(len(table)):
+        s, pi, mu = scores(table[i]), log_pi[i].exp(), log_mu[i].exp()
+        shaped = p.reward[i] - beta * (log_pi[i] - log_ref[i])  # [256]
+        weight = (pi / mu).clamp(max=clip) / min(clip, 1.0)  # only the direction counts
+        exact = s.T @ (pi * -shaped)  # [340]
+        mean = s.T @ (mu * weight * ((mu * shaped).sum() - shaped)) * ((k - 1) / k)  # the group's mean has all k
+        drawn = torch.multinomial(mu, groups * k, True, generator=draws).view(groups, k)
+        push = weight[drawn] * (shaped[drawn].mean(1, keepdim=True) - shaped[drawn]) / k  # [groups, k]
+        gradients = torch.zeros(groups, len(mu)).scatter_add_(1, drawn, push) @ s  # [groups, 340]
+        cosine = torch.cosine_similarity(mean, exact, dim=0).clamp(-1, 1)
+        noise = (gradients - mean).square().sum(1).mean().sqrt() / mean.norm()
+        found.append(torch.stack([cosine.acos().rad2deg(), noise]))
+    angle, noise = torch.stack(found, 1)
+    return angle, noise
 
 
 # --- many prompts, for the fake clock -------------------------------------------------------------------------------

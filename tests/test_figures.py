@@ -39,6 +39,65 @@ def test_two_panels_share_their_x():
     fits(figure, "t")
     assert [a.get_ylabel() for a in figure.axes] == ["up", "down"]
     assert [a.get_yscale() for a in figure.axes] == ["linear", "log"]
+    over = figures.curves_above({"a": ([1, 8], X[:2])}, {"a": ([1, 8], X[:2])}, "clip", ("up", "down"), "t", log=("x",))
+    assert [(a.get_xscale(), a.get_yscale()) for a in over.axes] == [("log", "linear")] * 2
+    assert [t.get_text() for t in over.axes[1].get_xticklabels()] == ["1", "8"]
+
+
+def test_panels_are_stacked_over_one_x():
+    panels = {"age": {"a": (X, X)}, "loss": {"a": (X, [1 + x for x in X]), "b": (X, X)}, "accuracy": {"a": (X, X)}}
+    figure = figures.stacked(panels, "updates", "t", log=["loss"])
+    fits(figure, "t")
+    assert [a.get_ylabel() for a in figure.axes] == list(panels)
+    assert [a.get_yscale() for a in figure.axes] == ["linear", "log", "linear"]
+    assert [a.get_xlabel() for a in figure.axes] == ["", "", "updates"]
+
+
+@pytest.mark.parametrize("top, want", [(1000.0, ["0.1", "1", "10", "100"]), (0.5, ["0.1", "0.2", "0.5"])])
+def test_the_ticks_of_a_logarithmic_axis_are_plain_numbers(top, want):
+    figure = figures.curves({"a": (X, np.geomspace(0.1, top, 30))}, "x", "y", "t", log="y")
+    figure.savefig("/dev/null", format="png")  # draws, and so places the ticks
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    shown = [t.get_text() for t, v in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True) if low <= v <= high]
+    assert shown[: len(want)] == want and not any(t.get_text() for t in axes.get_yticklabels(minor=True))
+
+
+def test_the_lower_panel_names_the_curves_that_the_upper_one_lacks():
+    both = {"eager": (X, X), "onpolicy": (X, X)}
+    figure = figures.curves_above({"eager": (X, X)}, both, "seconds", ("up", "down"), "t")
+    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["eager", "onpolicy"]
+    assert figures.curves_above(both, {"eager": (X, X)}, "s", ("up", "down"), "t").axes[1].get_legend() is None
+
+
+def test_two_panels_side_by_side_have_axes_of_their_own():
+    panels = {"one": ({"a": (X, X)}, "updates"), "two": ({"b": (X[:9], X[:9])}, "seconds")}
+    figure = figures.curves_beside(panels, ("age", "KL"), "t", dashed=("b",))
+    fits(figure, "t")
+    assert [(a.get_title(), a.get_xlabel(), a.get_ylabel()) for a in figure.axes] == [
+        ("one", "updates", "age"),
+        ("two", "seconds", "KL"),
+    ]
+    assert [a.lines[0].get_linestyle() for a in figure.axes] == ["-", "--"]
+
+
+def test_a_tradeoff_has_a_label_under_its_points():
+    figure = figures.tradeoff({"eager": ([1, 2], [3, 4])}, {"eager": ["k = 1", ""]}, "age", "speed", "t")
+    fits(figure, "t")
+    (axes,) = figure.axes
+    assert [(text.get_text(), text.xy) for text in axes.texts] == [("k = 1", (1, 3)), ("", (2, 4))]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("age", "speed")
+
+
+def test_played_stands_beside_measured():
+    rows = {"eager": ([1.0, 1.5], 1.25), "barrier": ([2.0, 2.5], 3.0)}
+    figure = figures.against_measured({"balanced": rows, "other": rows}, "seconds", "t")
+    fits(figure, "t")
+    axes = figure.axes[1]
+    offsets = [dots.get_offsets().tolist() for dots in axes.collections]
+    assert offsets == [[[1.0, 0], [1.5, 0]], [[1.25, 0]], [[2.0, 1], [2.5, 1]], [[3.0, 1]]]
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["eager", "barrier"]
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["measured", "played"]
 
 
 def test_histograms_are_shares():
