@@ -122,7 +122,20 @@ def run(
         flush.start()
         flush.join(2.0)
         sys.stdout.flush()
-        os._exit(code)  # vLLM's and torch's teardown costs seconds and can hang
+        _leave(code)
+
+
+def _leave(code: int) -> None:
+    """Exit at once: vLLM's and torch's teardown costs seconds and can hang. What a task has started goes first.
+
+    A child that exits of itself comes here. When the parent is killed, the watch for it and the main thread, whose
+    connections break, both leave. Were one of them to end nothing, it could win, and what a task had started would
+    stay.
+    """
+    try:
+        family.end_strangers(())
+    finally:
+        os._exit(code)
 
 
 def _print_to(path: Path) -> None:
@@ -179,9 +192,8 @@ def prepare_process(name: str, board: Board | None = None) -> None:
 
     def watch() -> None:
         wait([parent.sentinel])
-        family.end_descendants()
         shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # the parent's folder of sockets
-        os._exit(ORPHANED)
+        _leave(ORPHANED)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 

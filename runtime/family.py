@@ -1,8 +1,8 @@
 """Processes that a task starts: they end with the process that started them, however that one ends.
 
 Linux gives the children of a dead process to its nearest living ancestor that asks for them. A run's parent asks, and
-kills them when their searcher is gone or the run ends. Where the parent itself is killed, each of its children ends its
-own descendants. Elsewhere (macOS) nobody gets the orphans: what a killed searcher has started may live on.
+kills them when their searcher is gone or the run ends. A child ends its own descendants when it exits, also where the
+parent itself was killed. Elsewhere (macOS) nobody gets the orphans: what a killed searcher has started may live on.
 """
 
 import ctypes
@@ -44,11 +44,6 @@ def end_strangers(known: Iterable[int]) -> None:
         if not (left := strangers(known)):
             return
         end(left)
-
-
-def end_descendants() -> None:
-    """End all that this process has started."""
-    end(psutil.Process().children())
 
 
 def collect(known: Iterable[int]) -> list[psutil.Process]:

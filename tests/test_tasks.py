@@ -17,6 +17,8 @@ import pytest
 from conftest import ENDLESS, ROOT
 
 from config import ConfigError
+from runtime import child
+from runtime.metrics import Board
 from tasks import OutOfTime, is_right, limited, load_task
 from tasks.addition import Addition, demonstration, without_carries
 from tasks.start_model import VOCABULARY, make_model, make_tokenizer
@@ -377,6 +379,36 @@ def test_what_a_reward_started_ends_with_the_run(start_job, tiny_folder, tmp_pat
     job.wait(60)
     job.assert_nothing_left([*family, *theirs])
     assert "Traceback" not in job.text and "leaked" not in job.text
+
+
+STARTS = """
+import subprocess
+
+def main(child, file, fails):
+    processes = [subprocess.Popen(["sleep", "1234"], start_new_session=new) for new in (False, True)]
+    file.write_text(" ".join(str(p.pid) for p in processes))
+    if fails:
+        raise OSError("as when a connection breaks")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_child_that_exits_ends_what_a_task_has_started_by_itself(tmp_path, monkeypatch, fails):
+    """Nobody here asks for orphans, as when the parent was killed."""
+    write(tmp_path, {"starts.py": STARTS})
+    monkeypatch.syspath_prepend(tmp_path)
+    ctx = multiprocessing.get_context("spawn")
+    ours, theirs = ctx.Pipe()
+    args = ("starts", "searcher-0", Board(ctx, 1), theirs, ctx.Queue(), "cpu", tmp_path, (tmp_path / "pids", fails))
+    process = ctx.Process(target=child.run, args=args)
+    process.start()
+    process.join(60)
+    started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert process.exitcode == int(fails) and len(started) == 2
+    left = [p for p in started if psutil.pid_exists(p) and alive(psutil.Process(p))]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 def alive(process):
