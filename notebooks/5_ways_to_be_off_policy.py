@@ -467,10 +467,12 @@ print(", ".join(f"{name} {x:.2g}" for name, x in kl_early.items()))
 # <details><summary>Solution</summary>
 #
 # ```python
+# by_sgd = {}
 # for rate in (0.5, 2.0):
 #     for name in ("TB", "frozen KL"):
-#         by_sgd, _ = toy.by_lag(name, [20], 3, 0.25, rate, 1500, optimizer="sgd")
-#         print(f"rate {rate}: {name:10} KL {by_sgd.median():.3f} after 1500 updates")
+#         by_sgd[name, rate] = float(toy.by_lag(name, [20], 3, 0.25, rate, 1500, optimizer="sgd")[0].median())
+#         print(f"rate {rate}: {name:10} KL {by_sgd[name, rate]:.3f} after 1500 updates")
+# assert by_sgd["frozen KL", 0.5] < 1.1 * by_sgd["TB", 0.5] and by_sgd["frozen KL", 2.0] > 10 * by_sgd["TB", 2.0]
 # ```
 #
 # With the rate 0.5 frozen KL follows TB: 0.068 and 0.066 nats. (Both are still on their way.) With the rate 2 TB is at

@@ -10,7 +10,7 @@
 #
 # **Run time:** about 1 minute on 2 cores: one run with vLLM (one more minute makes the start model, once). With
 # `REPLAY = True` no run is started, and it takes seconds. All other runs were saved: `python -m notebooks.save_runs`
-# makes them anew in about 20 minutes.
+# makes them anew in about 12 minutes.
 #
 # <details><summary>For the instructor</summary>
 #

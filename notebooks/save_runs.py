@@ -1,6 +1,6 @@
 """Make notebooks/saved/: the saved runs, for notebooks that should not wait for new ones.
 
-    python -m notebooks.save_runs [--cache .cache]        (25 runs with vLLM on two quiet cores: 20 minutes)
+    python -m notebooks.save_runs [--cache .cache]        (25 runs with vLLM, 28 s each on two quiet cores)
     python -m notebooks.save_runs --only default          (the runs with this file's name, or `stream`)
 
 Each JSON file has the three runs of a row of RUNS, reduced. `stream.npz` has all trajectories of a run of its own, for

@@ -21,7 +21,7 @@ from runtime.metrics import trace_events
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVED = ROOT / "notebooks" / "saved"
-COLUMNS = ("reward", "imbalance", "staleness", "staleness_max", "log_ratio_mu", "distinct")
+COLUMNS = ("reward", "imbalance", "staleness", "log_ratio_mu")
 OPTIONS = ["--steps", "200", "--max-seconds", "0", "--gpus", "0", "--eval-every", "10", "--eval-prompts", "250"]
 OPTIONS += ["--checkpoint-every", "20", "--keep-checkpoints", "10"]  # to look back at
 SEEDS = (0, 1, 2)
@@ -125,9 +125,8 @@ def read_saved(name: str) -> list[SavedRun]:
     """The kept runs with this name in RUNS, one for each of SEEDS."""
     runs = json.loads((SAVED / f"{RUNS[name][0]}.json").read_text())["runs"]
     for run in runs:
-        run["rows"] = [
-            dict(zip(run["rows"], values, strict=True)) for values in zip(*run["rows"].values(), strict=True)
-        ]
+        columns, values = run["rows"].keys(), zip(*run["rows"].values(), strict=True)
+        run["rows"] = [{"step": i, **dict(zip(columns, row, strict=True))} for i, row in enumerate(values)]
         run["ages"] = {int(age): n for age, n in run["ages"].items()}
         run["trace"] = _unflat(run["trace"])
     return [SavedRun(**run) for run in runs]
@@ -223,13 +222,14 @@ def keep(runs: list[SavedRun], place: Path, everything: bool) -> None:
         part = {
             "config": {name: value for name, value in run.config.items() if name not in ("out", "cache", "given")},
             "summary": {name: value for name, value in run.summary.items() if name not in ("model", "checkpoint")},
-            "rows": {name: [row[name] for row in run.rows] for name in ("step", *COLUMNS)},
+            "rows": {name: [row[name] for row in run.rows] for name in COLUMNS},
             "ages": run.ages if everything else {},
             "looks": run.looks,
             "trace": [_flat(e) for e in run.trace] if everything else [],
             "answers": run.answers if everything else [],
         }
-        out.append(",\n".join(f'"{name}": {json.dumps(_short(value))}' for name, value in part.items()))
+        lines = (f'"{name}":{json.dumps(_short(value), separators=(",", ":"))}' for name, value in part.items())
+        out.append(",\n".join(lines))
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text('{"runs": [{\n' + "\n}, {\n".join(out) + "\n}]}\n")
 

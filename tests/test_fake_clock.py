@@ -2,6 +2,8 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -9,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from notebooks import fake_clock
-from notebooks.fake_clock import FakeClock, Nothing, Setting, Story, Update, learn_without_a_clock, play, play_all
+from notebooks.fake_clock import (
+    FakeClock,
+    Nothing,
+    Setting,
+    Story,
+    Update,
+    bench,
+    learn_without_a_clock,
+    play,
+    play_all,
+)
 
 SETTINGS = st.builds(
     Setting,
@@ -239,6 +251,14 @@ def test_all_three_in_one_call():
     assert [s.setting.k for s in stories.values()] == [1, 4, 1]
     assert play_all(Setting(), updates=2, k=2)["barrier"].setting.k == 2
     assert all(len(s.updates) == 4 and s.setting.searchers == 2 for s in stories.values())
+
+
+@pytest.mark.parametrize("case", ["balanced", "unbalanced"])
+def test_what_notebook_4_tells_of_measured_runs_is_what_was_measured(case):
+    source = Path(__file__).parents[1] / "notebooks" / "4_what_async_buys.py"
+    over = {mode: f"{median(ratios):.2f}" for mode, ratios in bench(case).over_limit.items()}
+    text = " ".join(source.read_text().replace("\n#", "\n").split())
+    assert f"`{case}` ({over['eager, k = 1']} against {over['onpolicy']})" in text
 
 
 def test_everyone_waiting_is_an_error():

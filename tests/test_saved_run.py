@@ -29,6 +29,7 @@ def test_the_saved_runs_are_whole_and_anonymous(name):
         assert [look["step"] for look in run.looks] == list(range(20, 201, 20))
         assert all(0 < look["coverage"] <= 1 and len(look["loss"]) == len(BINS) for look in run.looks)
     text = (SAVED / f"{file}.json").read_text()
+    assert len(text) < 60_000
     assert "/home" not in text and "/tmp" not in text
 
 
@@ -40,9 +41,9 @@ def test_the_default_runs_have_everything():
         assert len(run.answers) == 8 and run.trace
 
 
-def test_all_that_is_saved_is_less_than_450_kilobytes():
+def test_all_that_is_saved_is_less_than_300_kilobytes():
     assert {p.name for p in SAVED.iterdir()} == {f"{file}.json" for file, _ in RUNS.values()} | {"stream.npz"}
-    assert sum(p.stat().st_size for p in SAVED.iterdir()) < 450_000
+    assert sum(p.stat().st_size for p in SAVED.iterdir()) < 300_000
 
 
 def test_keeping_runs_twice_changes_nothing(tmp_path, monkeypatch):
